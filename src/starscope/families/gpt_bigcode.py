@@ -1,0 +1,205 @@
+"""GPT-BigCode: StarCoder, StarCoderBase, SantaCoder (the converted form), tiny_starcoder_py and their fine-tunes.
+
+GPT-2's sequential block with multi-query attention: one key head and one value head serve every query head, and
+queries, keys and values are rows of one fused projection. Learned positions, LayerNorm with bias, GELU. The block:
+
+    h   = x + attention(input_layernorm(x))
+    out = h + mlp(post_attention_layernorm(h))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from starscope.errors import CheckpointError
+from starscope.family import Family, HParam, HParams, Tensor
+
+if TYPE_CHECKING:
+    from starscope.gguf.reader import GGUFFile
+    from starscope.graph import Edge, Recorder
+
+GELUS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_pytorch_tanh", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
+
+HPARAMS = [
+    #      ours                 GGUF                             HF config
+    HParam("context_length",    "context_length",                "n_positions", also=("max_position_embeddings",)),
+    HParam("hidden_size",       "embedding_length",              "n_embd"),
+    HParam("num_layers",        "block_count",                   "n_layer"),
+    HParam("intermediate_size", "feed_forward_length",           lambda c: c.get("n_inner") or 4 * c["n_embd"], reads=("n_inner", "n_embd")),
+    HParam("num_heads",         "attention.head_count",          "n_head"),
+    HParam("num_kv_heads",      "attention.head_count_kv",       lambda c: _num_kv_heads(c), reads=("multi_query", "n_head", "n_head_kv")),
+    HParam("norm_epsilon",      "attention.layer_norm_epsilon",  "layer_norm_epsilon", kind=float, default=1e-5),
+    HParam("activation",        "hidden_activation",             "activation_function", kind=str, default="gelu_pytorch_tanh", choices=GELUS),
+    HParam("vocab_size",        None,                            "vocab_size"),
+]  # fmt: skip
+
+DERIVED = {
+    "head_dim": lambda hp: hp.hidden_size // hp.num_heads,
+    "qk_head_dim": lambda hp: hp.hidden_size // hp.num_heads,
+    "kv_size": lambda hp: hp.num_kv_heads * (hp.hidden_size // hp.num_heads),
+}
+
+REFUSED = {
+    "add_cross_attention": (bool, "a GPT-BigCode model here is a decoder alone"),
+    "is_encoder_decoder": (bool, "a GPT-BigCode model here is a decoder alone"),
+    "scale_attn_weights": (lambda value: not value, "scores are scaled by 1/sqrt(head_dim) in every released model"),
+    "quantization_config": (lambda value: value is not None, "the weights are already quantized by another library; convert the original checkpoint"),
+}
+
+IGNORED = {
+    "attention_softmax_in_fp32": "the softmax is float32 whatever it says",
+    "scale_attention_softmax_in_fp32": "the softmax is float32 whatever it says",
+    "attn_pdrop": "dropout is for training alone",
+    "embd_pdrop": "dropout is for training alone",
+    "resid_pdrop": "dropout is for training alone",
+    "initializer_range": "it describes how the weights were drawn",
+    "inference_runner": "it chooses an implementation of the same arithmetic",
+    "validate_runner_input": "it chooses an implementation of the same arithmetic",
+    "pre_allocate_kv_cache": "it chooses an implementation of the same arithmetic",
+    "max_sequence_length": "it sizes a cache; the positions are n_positions",
+    "max_batch_size": "it sizes a cache",
+    "summary_activation": "it belongs to a classification head",
+    "summary_first_dropout": "it belongs to a classification head",
+    "summary_proj_to_labels": "it belongs to a classification head",
+    "summary_type": "it belongs to a classification head",
+    "summary_use_proj": "it belongs to a classification head",
+    "tie_word_embeddings": "the tensors say it; a contradiction between the two is an error of the conversion",
+}
+
+IGNORED_TENSORS = ["transformer.h.{i}.attn.bias", "transformer.h.{i}.attn.masked_bias"]  # causal masks kept as buffers
+
+TENSORS = [
+    #      ours                                  GGUF                   HF                             shape [out in]
+    Tensor("embed_tokens",                       "token_embd",          "transformer.wte",             "vocab_size hidden_size"),
+    Tensor("embed_positions",                    "position_embd",       "transformer.wpe",             "context_length hidden_size", always_f32=True),
+    Tensor("layers.{i}.input_layernorm",         "blk.{i}.attn_norm",   "transformer.h.{i}.ln_1",      "hidden_size", bias=True),
+    Tensor("layers.{i}.self_attn.qkv_proj",      "blk.{i}.attn_qkv",    "transformer.h.{i}.attn.c_attn", "hidden_size+2*kv_size hidden_size", bias=True,
+           hf_rows=lambda hp: _qkv_rows(hp)),
+    Tensor("layers.{i}.self_attn.o_proj",        "blk.{i}.attn_output", "transformer.h.{i}.attn.c_proj", "hidden_size hidden_size", bias=True),
+    Tensor("layers.{i}.post_attention_layernorm", "blk.{i}.ffn_norm",   "transformer.h.{i}.ln_2",      "hidden_size", bias=True),
+    Tensor("layers.{i}.mlp.up_proj",             "blk.{i}.ffn_up",      "transformer.h.{i}.mlp.c_fc",  "intermediate_size hidden_size", bias=True),
+    Tensor("layers.{i}.mlp.down_proj",           "blk.{i}.ffn_down",    "transformer.h.{i}.mlp.c_proj", "hidden_size intermediate_size", bias=True),
+    Tensor("norm",                               "output_norm",         "transformer.ln_f",            "hidden_size", bias=True),
+    Tensor("lm_head",                            "output",              "lm_head",                     "vocab_size hidden_size", tied_to="embed_tokens"),
+]  # fmt: skip
+
+
+def record(g: Recorder) -> None:
+    """Tokens and positions in, logits out."""
+    tokens = g.value("token_embeddings", g.embed("input_ids", "embed_tokens"))  # [rows hidden_size]
+    positions = g.value("position_embeddings", g.embed("positions", "embed_positions"))  # [rows hidden_size]
+    x = g.add(tokens, positions)
+    for layer in g.layers():
+        with layer:
+            x = block(g, x)
+    x = g.value("final_norm_output", g.layer_norm(x, "norm"))
+    logits = g.value("lm_head_output", g.linear(g.wanted_rows(x), "lm_head"))  # [wanted vocab_size]
+    g.value("logits", logits)
+
+
+def block(g: Recorder, x: Edge) -> Edge:  # [rows hidden_size] -> the same
+    x = g.value("layer_input", x)
+    h = g.value("attention_norm_output", g.layer_norm(x, "input_layernorm"))
+    q, k, v = g.split_heads(g.linear(h, "self_attn.qkv_proj"))  # [rows heads head_dim] each
+    heads = g.attention(q, k, v)  # names its own inner values; [rows hidden_size]
+    x = g.value("layer_mid", g.add(x, g.value("attention_output", g.linear(heads, "self_attn.o_proj"))))
+    h = g.value("mlp_input", g.value("mlp_norm_output", g.layer_norm(x, "post_attention_layernorm")))
+    h = g.gelu(g.linear(h, "mlp.up_proj"), exact=g.hp.activation == "gelu")  # [rows intermediate_size]
+    h = g.value("mlp_neurons", g.value("mlp_activation", h))
+    return g.value("layer_output", g.add(x, g.value("mlp_output", g.linear(h, "mlp.down_proj"))))
+
+
+def _num_kv_heads(config: Mapping[str, int]) -> int:
+    """`n_head_kv` where a config has it; else one head, or as many as query heads when multi_query is false."""
+    if config.get("n_head_kv") is not None:
+        return config["n_head_kv"]
+    return 1 if config.get("multi_query", True) else config["n_head"]
+
+
+def _qkv_rows(hp: HParams) -> np.ndarray | None:
+    """Our rows are [Q | K | V]. With one key head so are Hugging Face's; otherwise it has [q|k|v] for each head."""
+    if hp.num_kv_heads == 1:
+        return None
+    per_head = np.arange(3 * hp.hidden_size).reshape(hp.num_heads, 3, hp.head_dim)
+    return per_head.transpose(1, 0, 2).ravel()
+
+
+def _check(hp: HParams) -> None:
+    if hp.num_kv_heads not in (1, hp.num_heads):
+        raise CheckpointError(f"num_kv_heads is {hp.num_kv_heads}; expected 1 (multi-query) or num_heads = {hp.num_heads}.")
+    if not 0 < hp.norm_epsilon < 1:
+        raise CheckpointError(f"norm_epsilon is {hp.norm_epsilon}; expected a number between 0 and 1.")
+
+
+def _kv_copies(hp: HParams) -> np.ndarray:
+    """For each row of [Q | K × heads | V × heads], the row of [Q | K | V] that it repeats."""
+    q = np.arange(hp.hidden_size)
+    k = hp.hidden_size + np.arange(hp.head_dim)
+    return np.concatenate([q, np.tile(k, hp.num_heads), np.tile(k + hp.head_dim, hp.num_heads)])
+
+
+def expand(hp: HParams) -> tuple[Mapping[str, np.ndarray], Mapping[str, int]]:
+    """The form that repeats the one key and value head for every query head.
+
+    Returns, for each GGUF tensor that changes, which of our rows each of its rows is, and the keys that change.
+    """
+    rows = {f"blk.{i}.attn_qkv.{part}": _kv_copies(hp) for i in range(hp.num_layers) for part in ("weight", "bias")}
+    return rows, {"attention.head_count_kv": hp.num_heads, "max_position_embeddings": hp.context_length}
+
+
+def fold(hp: HParams, file: GGUFFile) -> tuple[HParams, Mapping[str, np.ndarray]]:
+    """The inverse of `expand`: when every head of every block repeats the same K and V, one of each is kept.
+
+    Returns the hyperparameters and, for each GGUF tensor that changes, which of its rows to keep; unchanged and
+    empty when the copies differ anywhere. Rows are compared as stored, so quantized files fold too.
+    """
+    if hp.num_heads == 1 or hp.num_kv_heads != hp.num_heads:
+        return hp, {}
+    folded = hp.replace(num_kv_heads=1, kv_size=hp.head_dim)
+    keep = np.concatenate([np.arange(hp.hidden_size), hp.hidden_size + np.arange(hp.head_dim), 2 * hp.hidden_size + np.arange(hp.head_dim)])
+    names = [f"blk.{i}.attn_qkv.{part}" for i in range(hp.num_layers) for part in ("weight", "bias")]
+    for name in names:
+        if name not in file.tensors or file.tensors[name].shape[0] != 3 * hp.hidden_size:
+            return hp, {}
+        stored = file.raw(name)
+        stored = stored.reshape(3 * hp.hidden_size, -1)[hp.hidden_size :]  # K and V
+        copies = stored.reshape(2, hp.num_heads, hp.head_dim, -1)
+        if not (copies == copies[:, :1]).all():
+            return hp, {}
+    return folded, dict.fromkeys(names, keep)
+
+
+NOTES = """\
+One key head and one value head serve every query head (multi_query): attention_keys and attention_values have one
+head, and an edit to either reaches every query head. With multi_query false there are as many as query heads; Hugging
+Face then lays the fused projection out per head, [q|k|v] for each, and here it is always [Q | K | V].
+
+Positions are learned: there is no embedding past context_length, so a longer prompt is an error and nothing is ever
+shifted. token_embeddings are the tokens alone; the position is added before the first block.
+
+The readout is a LayerNorm with a bias and, in every released checkpoint, the token embedding itself. There is no BOS:
+position 0 is the first token of the prompt. StarCoder's activation is the exact GELU, SantaCoder's and
+tiny_starcoder_py's the tanh form; a GGUF file that does not say gets the tanh form."""
+
+FAMILY = Family(
+    name="gpt_bigcode",
+    title="GPT-BigCode (StarCoder, SantaCoder)",
+    gguf_architecture="starcoder",
+    hf_architectures=("GPTBigCodeForCausalLM",),
+    hparams=HPARAMS,
+    derived=DERIVED,
+    tensors=TENSORS,
+    record=record,
+    refused=REFUSED,
+    ignored=IGNORED,
+    ignored_tensors=IGNORED_TENSORS,
+    default_pre_tokenizer="starcoder",
+    size_classes={24: "1B", 36: "3B", 42: "7B", 40: "15B"},
+    check=_check,
+    notes=NOTES,
+    fold=fold,
+    expand=expand,
+)

@@ -1,0 +1,356 @@
+"""What a family of models declares, and everything that follows from it.
+
+A family is one file of tables and one recorded forward pass. From the tables follow: reading a Hugging Face
+config (every key is read, refused, or ignored for a stated reason), GGUF metadata in both directions, and the
+name and shape of every tensor in three spellings:
+
+    hp = read_config(family, config)
+    for slot in family.slots(hp):
+        print(slot.name, slot.gguf, slot.hf, slot.shape)
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from starscope.errors import CheckpointError, GGUFError, UnsupportedError
+from starscope.gguf import format as gguf_format
+
+if TYPE_CHECKING:
+    from starscope.gguf.reader import GGUFFile
+
+Config = Mapping[str, Any]
+Scalar = int | float | str | bool
+
+
+class HParams(Mapping[str, Any]):
+    """The sizes and settings of one model, by their standard names, as attributes and as a mapping."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.__dict__["_values"] = dict(values)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._values[name]
+        except KeyError:
+            raise AttributeError(f"no hyperparameter is called {name!r}; there are: {', '.join(self)}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("hyperparameters are read-only; use replace()")
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return "HParams(" + ", ".join(f"{k}={v!r}" for k, v in self.items()) + ")"
+
+    def replace(self, **changes: Any) -> HParams:
+        return HParams({**self._values, **changes})
+
+
+@dataclass(frozen=True)
+class HParam:
+    """One row of a family's HPARAMS table.
+
+    `gguf` is the key without the architecture's prefix (None: not stored); `hf` the config key, or a function of
+    the config; `reads` the config keys that such a function looks at. `also` are older GGUF keys that win when
+    present. `default` stands in when a file or a config lacks the key (None: required).
+    """
+
+    name: str
+    gguf: str | None
+    hf: str | Callable[[Config], Any]
+    kind: type = int
+    reads: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    default: Any = None
+    choices: Mapping[str, str] | None = None  # spelling in a config -> standard spelling
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One row of a family's TENSORS table: a weight `[out in]` (or a vector), and its bias when `bias`.
+
+    `{i}` stands for the block. `shape` is written with hyperparameter names, `+` and `*`. `hf_rows` gives, for each
+    of our rows, the row of the Hugging Face tensor it is (None: the same). `tied_to` names the tensor that takes
+    its place when it is absent. `always_f32`: never stored in a smaller type.
+    """
+
+    name: str
+    gguf: str
+    hf: str
+    shape: str
+    bias: bool = False
+    always_f32: bool = False
+    hf_rows: Callable[[HParams], np.ndarray | None] | None = None
+    tied_to: str | None = None
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of one model, in its three spellings. `shape` is in torch order."""
+
+    name: str
+    gguf: str
+    hf: str
+    shape: tuple[int, ...]
+    always_f32: bool
+    hf_rows: np.ndarray | None = field(compare=False, default=None)
+    tied_to: str | None = None
+
+    @property
+    def parameters(self) -> int:
+        return int(np.prod(self.shape))
+
+
+@dataclass(frozen=True)
+class Family:
+    """Everything that the package knows about one architecture; built by its file in `families/`."""
+
+    name: str
+    title: str
+    gguf_architecture: str
+    hf_architectures: tuple[str, ...]
+    hparams: Sequence[HParam]
+    derived: Mapping[str, Callable[[HParams], Any]]
+    tensors: Sequence[Tensor]
+    record: Callable[[Any], None]
+    refused: Mapping[str, tuple[Callable[[Any], bool], str]]
+    ignored: Mapping[str, str]
+    ignored_tensors: Sequence[str]
+    default_pre_tokenizer: str
+    size_classes: Mapping[int, str]
+    check: Callable[[HParams], None]
+    notes: str
+    fold: Callable[[HParams, GGUFFile], tuple[HParams, Mapping[str, np.ndarray]]] | None = None
+    expand: Callable[[HParams], tuple[Mapping[str, np.ndarray], Mapping[str, int]]] | None = None
+
+    def slots(self, hp: HParams) -> list[Slot]:
+        """Every tensor of the model, in file order: the embeddings, block after block, the head."""
+        made: list[Slot] = []
+        blocks = [row for row in self.tensors if "{i}" in row.name]
+        before = self.tensors[: self.tensors.index(blocks[0])]
+        after = self.tensors[self.tensors.index(blocks[-1]) + 1 :]
+        for row in before:
+            made += _slots_of_row(row, hp, None)
+        for layer in range(hp.num_layers):
+            for row in blocks:
+                made += _slots_of_row(row, hp, layer)
+        for row in after:
+            made += _slots_of_row(row, hp, None)
+        return made
+
+    def size_class(self, hp: HParams) -> str | None:
+        """The name by which the released model of this depth goes ("1B"), when there is one."""
+        return self.size_classes.get(hp.num_layers)
+
+
+def _slots_of_row(row: Tensor, hp: HParams, layer: int | None) -> list[Slot]:
+    shape = tuple(_evaluate(axis, hp) for axis in row.shape.split())
+    rows = row.hf_rows(hp) if row.hf_rows else None
+    name, gguf, hf = (text.format(i=layer) for text in (row.name, row.gguf, row.hf))
+    vector = len(shape) == 1
+    slots = [
+        Slot(
+            f"{name}.weight",
+            f"{gguf}.weight",
+            f"{hf}.weight",
+            shape,
+            row.always_f32 or vector,
+            rows,
+            f"{row.tied_to}.weight" if row.tied_to else None,
+        )
+    ]
+    if row.bias:
+        slots.append(Slot(f"{name}.bias", f"{gguf}.bias", f"{hf}.bias", shape[:1], True, rows))
+    return slots
+
+
+def _evaluate(expression: str, hp: HParams) -> int:
+    """The value of a sum of products of hyperparameter names and integers: `hidden_size+2*kv_size`."""
+    total = 0
+    for term in expression.split("+"):
+        product = 1
+        for factor in term.split("*"):
+            product *= int(factor) if factor.isdigit() else hp[factor]
+        total += product
+    return total
+
+
+# Keys that transformers writes into any config and that change nothing about the arithmetic.
+BOOKKEEPING = {
+    key: reason
+    for reason, keys in {
+        "it names the class or the library that wrote the config": "architectures model_type _name_or_path transformers_version auto_map torchscript "
+        "use_bfloat16 tf_legacy_loss problem_type chunk_size_feed_forward pruned_heads task_specific_params finetuning_task return_dict",
+        "it says how the weights are stored, which the weight files say themselves": "torch_dtype dtype",
+        "it chooses an implementation of the same arithmetic": "use_cache _attn_implementation attn_implementation _attn_implementation_autoset",
+        "it asks for additional outputs": "output_hidden_states output_attentions output_scores return_dict_in_generate",
+        "it belongs to generation, which has its own options": "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p "
+        "typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
+        "forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens prefix",
+        "it belongs to classification heads or to encoder–decoder models": "id2label label2id num_labels decoder_start_token_id tie_encoder_decoder sep_token_id "
+        "cross_attention_hidden_size is_decoder tokenizer_class",
+        "the tokenizer reads it": "bos_token_id eos_token_id pad_token_id unk_token_id",
+    }.items()
+    for key in keys.split()
+}
+
+
+def all_families() -> dict[str, Family]:
+    """Every family in `families/`, by name. Adding a file there is all it takes to be listed."""
+    package = importlib.import_module("starscope.families")
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    return {name: importlib.import_module(f"starscope.families.{name}").FAMILY for name in names}
+
+
+def find_family_for_config(config: Config) -> Family:
+    """The family of a Hugging Face config. UnsupportedError names what was found and what is supported."""
+    found = config.get("architectures")
+    found = list(found) if isinstance(found, (list, tuple)) else []
+    for family in all_families().values():
+        if any(name in family.hf_architectures for name in found):
+            return family
+        if not found and config.get("model_type") == family.name:
+            return family
+    known = ", ".join(name for family in all_families().values() for name in family.hf_architectures)
+    what = ", ".join(map(str, found)) or f"no architecture (model_type {config.get('model_type')!r})"
+    raise UnsupportedError(f"config.json says {what}; supported: {known}.")
+
+
+def find_family_for_gguf(architecture: str) -> Family:
+    """The family of a GGUF file's `general.architecture`."""
+    for family in all_families().values():
+        if family.gguf_architecture == architecture:
+            return family
+    known = ", ".join(family.gguf_architecture for family in all_families().values())
+    raise UnsupportedError(f"general.architecture is {architecture!r}; supported: {known}.")
+
+
+def find_family(name: str) -> Family:
+    """The family called `name`, as in `--family`."""
+    families = all_families()
+    if name not in families:
+        raise UnsupportedError(f"no family is called {name!r}; there are: {', '.join(families)}.")
+    return families[name]
+
+
+def make_hparams(family: Family, values: Mapping[str, Any]) -> HParams:
+    """Hyperparameters from the values of the HPARAMS table: derived ones added, ranges checked."""
+    hp = HParams(values)
+    for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "context_length"):
+        if not 0 < hp[name] < 2**31:
+            raise CheckpointError(f"{name} is {hp[name]}; expected a positive number.")
+    if hp.num_layers > 512:
+        raise CheckpointError(f"num_layers is {hp.num_layers}; expected at most 512.")
+    if hp.hidden_size % hp.num_heads or hp.num_heads % hp.num_kv_heads:
+        raise CheckpointError(
+            f"hidden_size {hp.hidden_size}, num_heads {hp.num_heads}, num_kv_heads {hp.num_kv_heads}: "
+            "expected the heads to divide the hidden size and the key heads to divide the heads."
+        )
+    family.check(hp)
+    for name, derive in family.derived.items():
+        hp = hp.replace(**{name: derive(hp)})
+    return hp
+
+
+def read_config(family: Family, config: Config, *, vocab_size: int | None = None, allow_unknown: Sequence[str] = ()) -> HParams:
+    """Hyperparameters of a Hugging Face config.
+
+    Every key is read, refused or ignored for a reason that the family states; any other key is an error, unless
+    `allow_unknown` names it. `vocab_size` is used when the config has none.
+    """
+    read = {key for row in family.hparams for key in ((row.hf,) if isinstance(row.hf, str) else row.reads)}
+    unknown = [k for k in config if k not in read and k not in BOOKKEEPING and k not in family.ignored and k not in family.refused]
+    unknown = [key for key in unknown if key not in allow_unknown]
+    if unknown:
+        listed = ", ".join(f"{key} = {config[key]!r}" for key in unknown)
+        raise UnsupportedError(
+            f"config.json has keys that {family.name} does not know: {listed}.",
+            hint="If you are sure that they change nothing, allow each by name (--allow-key KEY).",
+        )
+    for key, (is_refused, reason) in family.refused.items():
+        if key in config and is_refused(config[key]):
+            raise UnsupportedError(f"config.json has {key} = {config[key]!r}: {reason}.")
+    config = {**config} if vocab_size is None or "vocab_size" in config else {**config, "vocab_size": vocab_size}
+    values: dict[str, Any] = {}
+    for row in family.hparams:
+        try:
+            value = config.get(row.hf) if isinstance(row.hf, str) else row.hf(config)
+        except KeyError as missing:
+            raise CheckpointError(f"config.json has no {missing.args[0]!r}; {family.name} needs it for {row.name}.") from None
+        except TypeError:
+            found = ", ".join(f"{key} = {config.get(key)!r}" for key in row.reads)
+            raise CheckpointError(f"config.json has {found}; expected numbers, to find {row.name}.") from None
+        key = row.hf if isinstance(row.hf, str) else row.name
+        values[row.name] = _checked(row, value, f"config.json: {key}", CheckpointError)
+    return make_hparams(family, values)
+
+
+def hparams_from_metadata(family: Family, file: GGUFFile) -> HParams:
+    """Hyperparameters of a GGUF file. The vocabulary's size is the number of rows of the token embedding."""
+    values: dict[str, Any] = {}
+    for row in family.hparams:
+        if row.name == "vocab_size":
+            values["vocab_size"] = _vocab_size(family, file)
+            continue
+        keys = [f"{family.gguf_architecture}.{key}" for key in (*row.also, row.gguf) if key]
+        present = [key for key in keys if key in file.metadata]
+        value = file.get(present[0]) if present else None
+        values[row.name] = _checked(row, value, present[0] if present else keys[-1], GGUFError)
+    try:
+        return make_hparams(family, values)
+    except CheckpointError as error:
+        raise GGUFError(f"{file.path}: {error}") from None
+
+
+def _vocab_size(family: Family, file: GGUFFile) -> int:
+    embedding = next(row for row in family.tensors if row.name == "embed_tokens")
+    info = file.tensors.get(f"{embedding.gguf}.weight")
+    if info is not None:
+        return info.shape[0]
+    tokens = file.get("tokenizer.ggml.tokens")
+    if tokens is None:
+        raise GGUFError(f"{file.path} has neither {embedding.gguf}.weight nor tokenizer.ggml.tokens; one is needed for the vocabulary's size.")
+    return len(tokens)
+
+
+def metadata_from_hparams(family: Family, hp: HParams) -> dict[str, gguf_format.Value]:
+    """The architecture's own GGUF keys, in the order of the table."""
+    make: dict[type, Callable[[Any], gguf_format.Value]] = {
+        int: gguf_format.u32,
+        float: gguf_format.f32,
+        str: gguf_format.string,
+        bool: gguf_format.boolean,
+    }
+    return {f"{family.gguf_architecture}.{row.gguf}": make[row.kind](hp[row.name]) for row in family.hparams if row.gguf}
+
+
+def _checked(row: HParam, value: Any, where: str, error: type[CheckpointError] | type[GGUFError]) -> Scalar:
+    if value is None:
+        if row.default is None:
+            raise error(f"{where} is missing; expected a value for {row.name}.")
+        value = row.default
+    if row.choices is not None:
+        if value not in row.choices:
+            raise UnsupportedError(f"{where} is {value!r}; supported: {', '.join(row.choices)}.")
+        return row.choices[value]
+    accepted = (int, float) if row.kind is float else (row.kind,)
+    if not isinstance(value, accepted) or (isinstance(value, bool) and row.kind is not bool):
+        raise error(f"{where} is {value!r}; expected {row.kind.__name__} for {row.name}.")
+    if isinstance(value, float) and not np.isfinite(value):
+        raise error(f"{where} is {value}; expected a finite number for {row.name}.")
+    result: Scalar = row.kind(value)
+    return result
