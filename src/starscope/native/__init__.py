@@ -1,0 +1,33 @@
+"""The compiled kernels, if this installation has them.
+
+The C++ beside this file is built into `_kernels` when the package is installed on a machine with a compiler. Everything
+that it computes, NumPy computes too, to the same bits; a caller asks once and goes on either way:
+
+    compiled = native.kernels()
+    if compiled is not None:
+        compiled.encode(type_id, values, packed)
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+
+@cache
+def _load() -> tuple[ModuleType | None, str | None]:
+    try:
+        return import_module("starscope.native._kernels"), None
+    except ImportError as error:
+        return None, str(error)
+
+
+def kernels() -> ModuleType | None:
+    """The compiled module, or None when it was not built or cannot be loaded."""
+    return _load()[0]
+
+
+def why_missing() -> str | None:
+    """What kept the compiled module from loading; None when it is there."""
+    return _load()[1]
