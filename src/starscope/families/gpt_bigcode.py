@@ -30,7 +30,7 @@ HPARAMS = [
     HParam("num_layers",        "block_count",                   "n_layer"),
     HParam("intermediate_size", "feed_forward_length",           lambda c: c.get("n_inner") or 4 * c["n_embd"], reads=("n_inner", "n_embd")),
     HParam("num_heads",         "attention.head_count",          "n_head"),
-    HParam("num_kv_heads",      "attention.head_count_kv",       lambda c: _num_kv_heads(c), reads=("multi_query", "n_head", "n_head_kv")),
+    HParam("num_kv_heads",      "attention.head_count_kv",       lambda c: _num_kv_heads(c), reads=("multi_query", "n_head", "n_head_kv", "num_key_value_heads")),
     HParam("norm_epsilon",      "attention.layer_norm_epsilon",  "layer_norm_epsilon", kind=float, default=1e-5),
     HParam("activation",        "hidden_activation",             "activation_function", kind=str, default="gelu_pytorch_tanh", choices=GELUS),
     HParam("vocab_size",        None,                            "vocab_size"),
@@ -113,10 +113,14 @@ def block(g: Recorder, x: Edge) -> Edge:  # [rows hidden_size] -> the same
 
 
 def _num_kv_heads(config: Mapping[str, int]) -> int:
-    """`n_head_kv` where a config has it; else one head, or as many as query heads when multi_query is false."""
-    if config.get("n_head_kv") is not None:
-        return config["n_head_kv"]
-    return 1 if config.get("multi_query", True) else config["n_head"]
+    """One head, or as many as query heads when multi_query is false. Other keys may say it too, if they agree."""
+    said = {key: config[key] for key in ("n_head_kv", "num_key_value_heads") if config.get(key) is not None}
+    if "multi_query" in config or not said:
+        said["multi_query"] = 1 if config.get("multi_query", True) else config["n_head"]
+    if len(set(said.values())) > 1:
+        listed = ", ".join(f"{key} {heads}" for key, heads in said.items())
+        raise CheckpointError(f"config.json contradicts itself about the number of key heads: {listed}.")
+    return next(iter(said.values()))
 
 
 def _qkv_rows(hp: HParams) -> np.ndarray | None:

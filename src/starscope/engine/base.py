@@ -1,0 +1,172 @@
+"""The contract of an engine, the ragged batch that each of them runs, and the choice between them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from starscope.cache import Cache
+from starscope.errors import ContextOverflowError, InvalidContentError, UnsupportedError, UsageError
+from starscope.graph import Graph
+
+if TYPE_CHECKING:
+    from starscope.engine.weights import Weights
+
+Array = npt.NDArray[Any]
+Sequences = Sequence[Sequence[int] | Array]
+Wanted = Literal["last", "all"]
+
+# The lowest finite float32: what a masked score holds.
+MASKED = float(np.finfo(np.float32).min)
+
+
+class Engine(Protocol):
+    """Runs a graph.
+
+    `forward` runs one step: for each sequence its new tokens, as ids `[n]` or as embeddings `[n hidden_size]` that
+    take the place of `token_embeddings`, and its cache, which grows by them (None: no history, nothing kept). It
+    returns float32 logits for each sequence: `[1 vocab_size]` for "last", `[n vocab_size]` for "all". A sequence's
+    logits do not depend on the other sequences, nor on how its tokens were split into steps, beyond rounding.
+    Raises ContextOverflowError past the model's positions and InvalidContentError for ids out of range; no cache
+    has changed then.
+    """
+
+    name: str
+    device: str
+    graph: Graph
+
+    def new_cache(self) -> Cache: ...
+
+    def forward(self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last") -> list[Array]: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's input: the new tokens of every sequence one after another, each with its own position."""
+
+    ids: Array | None  # int64 [rows]
+    embeddings: Array | None  # float32 [rows hidden_size], instead of ids
+    positions: Array  # int64 [rows]
+    lengths: list[int]  # new tokens of each sequence
+    pasts: list[int]  # cached tokens of each sequence
+    caches: list[Cache]
+    wanted: Array  # int64 [wanted], rows
+    wanted_lengths: list[int]
+
+    @property
+    def starts(self) -> list[int]:
+        return [0, *np.cumsum(self.lengths).tolist()]
+
+    def split_wanted(self, logits: Array) -> list[Array]:
+        """Logits `[wanted vocab_size]` cut into one array a sequence."""
+        return np.split(logits, np.cumsum(self.wanted_lengths)[:-1])
+
+    def advance(self) -> None:
+        """Tell every cache that the step is complete."""
+        starts = self.starts
+        for i, cache in enumerate(self.caches):
+            ids = None if self.ids is None else self.ids[starts[i] : starts[i + 1]].tolist()
+            cache.advance(ids, self.lengths[i])
+
+
+def make_batch(engine: Engine, sequences: Sequences, caches: Sequence[Cache] | None, wanted: Wanted) -> Batch:
+    """Check a step's input against the model and lay it out. Nothing is changed when it is refused."""
+    hp = engine.graph.hp
+    if not len(sequences):
+        raise InvalidContentError("no sequence was given; expected at least one.")
+    if caches is not None and len(caches) != len(sequences):
+        raise InvalidContentError(f"{len(caches)} caches for {len(sequences)} sequences; expected one each.")
+    caches = [engine.new_cache() for _ in sequences] if caches is None else list(caches)
+    if len({id(cache) for cache in caches}) != len(caches):
+        raise InvalidContentError("one cache was given for two sequences; expected one each.")
+    arrays = [np.asarray(sequence) for sequence in sequences]
+    embedded = arrays[0].ndim == 2
+    for array, cache in zip(arrays, caches, strict=True):
+        if embedded:
+            if array.ndim != 2 or array.shape[1] != hp.hidden_size or array.dtype.kind != "f":
+                raise InvalidContentError(f"embeddings are {array.dtype} {list(array.shape)}; expected float [n {hp.hidden_size}].")
+        elif array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
+            raise InvalidContentError(f"a sequence is {array.dtype} {list(array.shape)}; expected a list of token ids.")
+        if not len(array):
+            raise InvalidContentError("a sequence has no token; expected at least one.")
+        if not embedded and not 0 <= int(array.min()) <= int(array.max()) < hp.vocab_size:
+            wrong = next(int(i) for i in array if not 0 <= i < hp.vocab_size)
+            raise InvalidContentError(f"token id {wrong} is out of range; expected 0 to {hp.vocab_size - 1}.")
+        total = cache.length + len(array)
+        if total > cache.context_length:
+            raise ContextOverflowError(
+                f"{total} tokens do not fit: the context is {cache.context_length} tokens.",
+                hint="Shorten the prompt; this family has no positions past its end.",
+            )
+    lengths = [len(array) for array in arrays]
+    pasts = [cache.length for cache in caches]
+    ends = np.cumsum(lengths)
+    rows = np.concatenate(arrays)
+    return Batch(
+        ids=None if embedded else rows.astype(np.int64),
+        embeddings=rows.astype(np.float32) if embedded else None,
+        positions=np.concatenate([np.arange(past, past + n) for past, n in zip(pasts, lengths, strict=True)]),
+        lengths=lengths,
+        pasts=pasts,
+        caches=caches,
+        wanted=ends - 1 if wanted == "last" else np.arange(ends[-1]),
+        wanted_lengths=[1] * len(arrays) if wanted == "last" else lengths,
+    )
+
+
+def input_values(graph: Graph, batch: Batch) -> tuple[dict[int, Array], int]:
+    """The edges that are known before the first op, and the index of the first op to run.
+
+    Embeddings stand for the output of the op that embeds `input_ids`, which is then left out.
+    """
+    values: dict[int, Array] = {graph.inputs["positions"]: batch.positions}
+    if batch.ids is not None:
+        return {graph.inputs["input_ids"]: batch.ids, **values}, 0
+    first = graph.ops[0]
+    if first.kind != "embed" or first.attrs["source"] != "input_ids":
+        raise UnsupportedError(f"{graph.family.name} cannot be fed embeddings: it does not begin with its token embedding.")
+    assert batch.embeddings is not None
+    return {first.outputs[0]: batch.embeddings, **values}, 1
+
+
+# name -> the module and class that implement it
+ENGINES: Mapping[str, tuple[str, str]] = {
+    "numpy": ("starscope.engine.numpy_engine", "NumpyEngine"),
+    "torch": ("starscope.engine.torch_engine", "TorchEngine"),
+}
+
+
+def make_engine(
+    name: str,
+    graph: Graph,
+    weights: Weights,
+    *,
+    device: str = "auto",
+    context_length: int | None = None,
+    threads: int | None = None,
+) -> Engine:
+    """An engine for a graph. "auto" takes NumPy on the CPU and torch for any other device.
+
+    `context_length` limits the positions (default: all of the model's); `threads` the cores used.
+    """
+    if name == "auto":
+        name = "numpy" if device in ("auto", "cpu") else "torch"
+    if name not in ENGINES:
+        raise UsageError(f"engine {name!r} is unknown; expected auto, {', '.join(ENGINES)}.")
+    if name == "numpy" and device not in ("auto", "cpu"):
+        raise UsageError(f"the numpy engine runs on the CPU; device {device!r} needs the torch engine.")
+    limit = graph.hp.context_length
+    if context_length is not None and not 0 < context_length <= limit:
+        raise ContextOverflowError(f"a context of {context_length} tokens was asked for; this model has 1 to {limit}.")
+    if threads is not None and threads < 1:
+        raise UsageError(f"threads is {threads}; expected 1 or more.")
+    module, cls = ENGINES[name]
+    engine: Engine = getattr(importlib.import_module(module), cls)(
+        graph, weights, device="cpu" if device == "auto" else device, context_length=context_length or limit, threads=threads
+    )
+    return engine

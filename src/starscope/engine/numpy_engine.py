@@ -1,0 +1,179 @@
+"""The NumPy engine: one short function an op, float32 throughout. It is what each op means.
+
+An op's function takes the engine, the step's batch, the op and its input values; a value with a `query` or `key`
+axis is a list with one array a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from starscope.cache import Cache
+from starscope.engine.base import MASKED, Array, Batch, Sequences, Wanted, input_values, make_batch
+from starscope.engine.weights import Weights
+from starscope.graph import Graph, Op
+
+Kernel = Callable[["NumpyEngine", Batch, Op, list[Any]], Any]
+
+
+def embed(engine: NumpyEngine, _batch: Batch, op: Op, inputs: list[Any]) -> Array:
+    return engine.weights.rows(op.weights[0], inputs[0])
+
+
+def add(_engine: NumpyEngine, _batch: Batch, _op: Op, inputs: list[Any]) -> Array:
+    total: Array = inputs[0] + inputs[1]
+    return total
+
+
+def layer_norm(engine: NumpyEngine, _batch: Batch, op: Op, inputs: list[Any]) -> Array:
+    x = inputs[0]
+    centred = x - x.mean(axis=-1, keepdims=True)
+    variance = np.square(centred).mean(axis=-1, keepdims=True)
+    normed = centred / np.sqrt(variance + np.float32(op.attrs["epsilon"]))
+    return _affine(engine, op, normed)
+
+
+def _affine(engine: NumpyEngine, op: Op, x: Array) -> Array:
+    x = x * engine.weights[op.weights[0]]
+    return x + engine.weights[op.weights[1]] if len(op.weights) > 1 else x
+
+
+def linear(engine: NumpyEngine, _batch: Batch, op: Op, inputs: list[Any]) -> Array:
+    y: Array = inputs[0] @ engine.weights[op.weights[0]].T
+    return y + engine.weights[op.weights[1]] if len(op.weights) > 1 else y
+
+
+def split_heads(_engine: NumpyEngine, _batch: Batch, op: Op, inputs: list[Any]) -> list[Array]:
+    heads, kv_heads = op.attrs["num_heads"], op.attrs["num_kv_heads"]
+    x = inputs[0].reshape(len(inputs[0]), -1, op.attrs["head_dim"])  # [rows num_heads+2·num_kv_heads head_dim]
+    return np.split(x, [heads, heads + kv_heads], axis=1)
+
+
+def cache(_engine: NumpyEngine, batch: Batch, op: Op, inputs: list[Any]) -> list[Array]:
+    assert op.layer is not None
+    rows = np.split(inputs[0], batch.starts[1:-1])
+    return [kept.append(op.layer, op.attrs["part"], new) for kept, new in zip(batch.caches, rows, strict=True)]
+
+
+def scores(_engine: NumpyEngine, batch: Batch, op: Op, inputs: list[Any]) -> list[Array]:
+    made = []
+    for q, k, past in zip(np.split(inputs[0], batch.starts[1:-1]), inputs[1], batch.pasts, strict=True):
+        query, heads, dim = q.shape
+        kv_heads, key, _ = k.shape
+        # Every query head of a key head at once: K is read one time.
+        rows = q.transpose(1, 0, 2).reshape(kv_heads, -1, dim)
+        s = (rows @ k.transpose(0, 2, 1)).reshape(heads, query, key) * np.float32(op.attrs["scale"])
+        future = np.arange(key) > past + np.arange(query)[:, None]  # [query key]
+        made.append(np.where(future, np.float32(MASKED), s))
+    return made
+
+
+def softmax(_engine: NumpyEngine, _batch: Batch, _op: Op, inputs: list[Any]) -> list[Array]:
+    made = []
+    for x in inputs[0]:
+        e = np.exp(x - x.max(axis=-1, keepdims=True))
+        made.append(e / e.sum(axis=-1, keepdims=True))
+    return made
+
+
+def mix(_engine: NumpyEngine, _batch: Batch, _op: Op, inputs: list[Any]) -> Array:
+    made = []
+    for p, v in zip(inputs[0], inputs[1], strict=True):
+        heads, query, key = p.shape
+        kv_heads, _, dim = v.shape
+        made.append((p.reshape(kv_heads, -1, key) @ v).reshape(heads, query, dim).transpose(1, 0, 2))
+    return np.concatenate(made)  # [rows num_heads head_dim]
+
+
+def merge_heads(_engine: NumpyEngine, _batch: Batch, _op: Op, inputs: list[Any]) -> Array:
+    merged: Array = inputs[0].reshape(len(inputs[0]), -1)
+    return merged
+
+
+def gelu(_engine: NumpyEngine, _batch: Batch, _op: Op, inputs: list[Any]) -> Array:
+    x = inputs[0]
+    half: Array = x * np.float32(0.5)
+    return half * (1 + erf(x * np.float32(math.sqrt(0.5))))
+
+
+def gelu_tanh(_engine: NumpyEngine, _batch: Batch, _op: Op, inputs: list[Any]) -> Array:
+    x = inputs[0]
+    inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
+    half: Array = x * np.float32(0.5)
+    return half * (1 + np.tanh(inner))
+
+
+def wanted_rows(_engine: NumpyEngine, batch: Batch, _op: Op, inputs: list[Any]) -> Array:
+    rows: Array = inputs[0][batch.wanted]
+    return rows
+
+
+KERNELS: dict[str, Kernel] = {
+    f.__name__: f
+    for f in (embed, add, layer_norm, linear, split_heads, cache, scores, softmax, mix, merge_heads, gelu, gelu_tanh, wanted_rows)
+}
+
+# erf at multiples of 1/64 up to 6, past which it is 1 in float32.
+_ERF_STEP, _ERF_END = 1 / 64, 6.0
+_ERF_GRID = np.arange(0, _ERF_END + _ERF_STEP, _ERF_STEP)
+_ERF_VALUES = np.array([math.erf(x) for x in _ERF_GRID])
+_ERF_SLOPES = 2 / math.sqrt(math.pi) * np.exp(-(_ERF_GRID**2))
+
+
+def erf(x: Array) -> Array:
+    """The error function in x's dtype, to 1e-11: a Taylor polynomial of degree 4 around the nearest grid point."""
+    a = np.minimum(np.abs(x, dtype=np.float64), _ERF_END)
+    index = np.rint(np.nan_to_num(a) / _ERF_STEP).astype(np.int64)
+    g = _ERF_GRID[index]
+    t = a - g
+    series = t * (1 + t * (-g + t * ((2 * g * g - 1) / 3 + t * (g / 2 - g * g * g / 3))))
+    result: Array = np.copysign(_ERF_VALUES[index] + _ERF_SLOPES[index] * series, x).astype(x.dtype)
+    return result
+
+
+class NumpyEngine:
+    """Runs a graph with NumPy alone. Implements `Engine`."""
+
+    name = "numpy"
+
+    def __init__(self, graph: Graph, weights: Weights, *, device: str = "cpu", context_length: int | None = None, threads: int | None = None) -> None:
+        self.graph, self.weights, self.device = graph, weights, device
+        self.context_length = context_length or graph.hp.context_length
+        if threads is not None:
+            import threadpoolctl
+
+            threadpoolctl.threadpool_limits(threads, user_api="blas")
+
+    def new_cache(self) -> Cache:
+        half = self.weights.half_cache
+        return Cache(
+            num_layers=self.graph.hp.num_layers,
+            context_length=self.context_length,
+            allocate=lambda shape: np.empty(shape, np.float32),
+            as_cached=(lambda rows: rows.astype(np.float16)) if half else (lambda rows: rows),
+        )
+
+    def forward(self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last") -> list[Array]:
+        batch = make_batch(self, sequences, caches, wanted)
+        values, start = input_values(self.graph, batch)
+        self.run(batch, values, start, len(self.graph.ops))
+        batch.advance()
+        return batch.split_wanted(values[self.graph.names["logits"]])
+
+    def run(self, batch: Batch, values: dict[int, Any], start: int, stop: int, keep: Collection[int] = ()) -> None:
+        """Run ops `start` to `stop` over `values` (edge -> value); an edge in `keep` outlives its last use."""
+        graph = self.graph
+        logits = graph.names["logits"]
+        for op in graph.ops[start:stop]:
+            made = KERNELS[op.kind](self, batch, op, [values[i] for i in op.inputs])
+            if len(op.outputs) == 1:
+                values[op.outputs[0]] = made
+            else:
+                values.update(zip(op.outputs, made, strict=True))
+            for i in set(op.inputs):
+                if graph.last_use(i) == op.index and i not in keep and i != logits:
+                    del values[i]

@@ -1,0 +1,272 @@
+"""The torch engine: the same list with torch functions, differentiable, on any device torch has.
+
+`forward` is the contract of every engine. `logits(ids)` is for training: sequences of one length as one batch,
+without a cache, gradients flowing to `parameters`:
+
+    engine = TorchEngine(graph, weights)
+    loss = torch.nn.functional.cross_entropy(engine.logits(ids).flatten(0, 1), targets.flatten())
+
+Inside, a value with a `query` or `key` axis is a list with one tensor `[n ...]` a group of n sequences of one
+length. The three ops of attention run as one fused call wherever nobody asks for what is between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from starscope.cache import Cache
+from starscope.engine.base import MASKED, Array, Batch, Sequences, Wanted, input_values, make_batch
+from starscope.engine.weights import Weights
+from starscope.errors import UnsupportedError
+from starscope.graph import Graph, Op
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sequences that attend in one call: `count` of them, each with `new` rows behind `past` cached ones."""
+
+    count: int
+    new: int
+    past: int
+    cache: Cache | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One run over rows that lie one after another: the groups they belong to and the rows that are wanted."""
+
+    groups: list[Group]
+    wanted: Tensor | None  # None: all of them
+
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """`[rows ...]` -> one `[count new ...]` a group."""
+        parts = rows.split([group.count * group.new for group in self.groups])
+        return [part.unflatten(0, (group.count, group.new)) for part, group in zip(parts, self.groups, strict=True)]
+
+
+Kernel = Callable[[Mapping[str, Tensor], Step, Op, list[Any]], Any]
+
+
+def embed(weights: Mapping[str, Tensor], _step: Step, op: Op, inputs: list[Any]) -> Tensor:
+    return F.embedding(inputs[0], weights[op.weights[0]])
+
+
+def add(_weights: Mapping[str, Tensor], _step: Step, _op: Op, inputs: list[Any]) -> Tensor:
+    total: Tensor = inputs[0] + inputs[1]
+    return total
+
+
+def layer_norm(weights: Mapping[str, Tensor], _step: Step, op: Op, inputs: list[Any]) -> Tensor:
+    weight, *bias = (weights[name] for name in op.weights)
+    return F.layer_norm(inputs[0], weight.shape, weight, bias[0] if bias else None, op.attrs["epsilon"])
+
+
+def linear(weights: Mapping[str, Tensor], _step: Step, op: Op, inputs: list[Any]) -> Tensor:
+    return F.linear(inputs[0], *(weights[name] for name in op.weights))
+
+
+def split_heads(_weights: Mapping[str, Tensor], _step: Step, op: Op, inputs: list[Any]) -> tuple[Tensor, ...]:
+    heads, kv_heads = op.attrs["num_heads"], op.attrs["num_kv_heads"]
+    x = inputs[0].unflatten(-1, (-1, op.attrs["head_dim"]))  # [rows num_heads+2·num_kv_heads head_dim]
+    parts: tuple[Tensor, ...] = x.split([heads, kv_heads, kv_heads], dim=1)
+    return parts
+
+
+def cache(_weights: Mapping[str, Tensor], step: Step, op: Op, inputs: list[Any]) -> list[Tensor]:
+    assert op.layer is not None
+    made = []
+    for group, rows in zip(step.groups, step.split(inputs[0]), strict=True):
+        if group.cache is None:
+            made.append(rows.transpose(1, 2))  # [n kv_heads new dim]
+        else:
+            made.append(group.cache.append(op.layer, op.attrs["part"], rows[0])[None])
+    return made
+
+
+def scores(_weights: Mapping[str, Tensor], step: Step, op: Op, inputs: list[Any]) -> list[Tensor]:
+    made = []
+    for group, q, k in zip(step.groups, step.split(inputs[0]), inputs[1], strict=True):
+        n, kv_heads, key, _ = k.shape
+        heads = q.shape[2]
+        q = q.transpose(1, 2).reshape(n, kv_heads, -1, q.shape[-1])  # the query heads of a key head together
+        s = (q @ k.transpose(-1, -2)).reshape(n, heads, group.new, key) * op.attrs["scale"]
+        made.append(s.masked_fill(_future(group, key, s.device), MASKED))
+    return made
+
+
+def softmax(_weights: Mapping[str, Tensor], _step: Step, _op: Op, inputs: list[Any]) -> list[Tensor]:
+    return [x.softmax(-1) for x in inputs[0]]
+
+
+def mix(_weights: Mapping[str, Tensor], _step: Step, _op: Op, inputs: list[Any]) -> Tensor:
+    made = []
+    for p, v in zip(inputs[0], inputs[1], strict=True):
+        n, heads, query, key = p.shape
+        o = (p.reshape(n, v.shape[1], -1, key) @ v).reshape(n, heads, query, -1)
+        made.append(o.transpose(1, 2).flatten(0, 1))
+    return torch.cat(made)  # [rows num_heads head_dim]
+
+
+def merge_heads(_weights: Mapping[str, Tensor], _step: Step, _op: Op, inputs: list[Any]) -> Tensor:
+    merged: Tensor = inputs[0].flatten(1)
+    return merged
+
+
+def gelu(_weights: Mapping[str, Tensor], _step: Step, _op: Op, inputs: list[Any]) -> Tensor:
+    return F.gelu(inputs[0])
+
+
+def gelu_tanh(_weights: Mapping[str, Tensor], _step: Step, _op: Op, inputs: list[Any]) -> Tensor:
+    return F.gelu(inputs[0], approximate="tanh")
+
+
+def wanted_rows(_weights: Mapping[str, Tensor], step: Step, _op: Op, inputs: list[Any]) -> Tensor:
+    rows: Tensor = inputs[0] if step.wanted is None else inputs[0][step.wanted]
+    return rows
+
+
+KERNELS: dict[str, Kernel] = {
+    f.__name__: f
+    for f in (embed, add, layer_norm, linear, split_heads, cache, scores, softmax, mix, merge_heads, gelu, gelu_tanh, wanted_rows)
+}
+
+
+def fused_attention(step: Step, scale: float, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """scores, softmax and mix in one call for each group: queries `[rows heads dim]` -> `[rows heads dim]`."""
+    made = []
+    for group, queries, k, v in zip(step.groups, step.split(q), keys, values, strict=True):
+        heads = queries.shape[2]
+        # A key head that serves several query heads is expanded as a view, not copied.
+        k, v = (x.repeat_interleave(heads // x.shape[1], 1) if 1 < x.shape[1] < heads else x.expand(-1, heads, -1, -1) for x in (k, v))
+        square = group.past == 0 and group.new > 1
+        mask = None if square or group.new == 1 else ~_future(group, k.shape[2], k.device)
+        o = F.scaled_dot_product_attention(queries.transpose(1, 2), k, v, attn_mask=mask, is_causal=square, scale=scale)
+        made.append(o.transpose(1, 2).flatten(0, 1))
+    return torch.cat(made)
+
+
+def _future(group: Group, key: int, device: torch.device) -> Tensor:
+    """True where a key lies behind its query: `[query key]`."""
+    return torch.arange(key, device=device) > group.past + torch.arange(group.new, device=device)[:, None]
+
+
+class TorchEngine:
+    """Runs a graph with torch. Implements `Engine`. `parameters` are the weights, by our names; tied ones once."""
+
+    name = "torch"
+
+    def __init__(
+        self,
+        graph: Graph,
+        weights: Weights,
+        *,
+        device: str = "cpu",
+        context_length: int | None = None,
+        threads: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.graph = graph
+        self.context_length = context_length or graph.hp.context_length
+        self._device = _find_device(device)
+        self.device = str(self._device)
+        self._half_cache = weights.half_cache
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.parameters = {name: torch.tensor(weights[name], dtype=dtype, device=self._device) for name in weights if not weights.is_tied(name)}
+        tied = {name: slot.tied_to for name, slot in weights.slots.items() if slot.tied_to and weights.is_tied(name)}
+        self._weights = {**self.parameters, **{name: self.parameters[other] for name, other in tied.items()}}
+        self._fused = _fusable(graph)
+
+    def new_cache(self) -> Cache:
+        half = self._half_cache
+        return Cache(
+            num_layers=self.graph.hp.num_layers,
+            context_length=self.context_length,
+            allocate=lambda shape: torch.empty(shape, dtype=torch.float32, device=self._device),
+            as_cached=(lambda rows: rows.to(torch.float16)) if half else (lambda rows: rows),
+        )
+
+    @torch.inference_mode()
+    def forward(self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last") -> list[Array]:
+        batch = make_batch(self, sequences, caches, wanted)
+        known, start = input_values(self.graph, batch)
+        values: dict[int, Any] = {i: torch.from_numpy(np.ascontiguousarray(v)).to(self._device) for i, v in known.items()}
+        self.run(self._step(batch), values, start, len(self.graph.ops))
+        batch.advance()
+        logits: Tensor = values[self.graph.names["logits"]]
+        return batch.split_wanted(logits.float().cpu().numpy())
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """`[n seq]` ids -> `[n seq vocab_size]` logits, differentiable, every sequence from position 0."""
+        n, seq = ids.shape
+        positions = torch.arange(seq, device=ids.device).repeat(n)
+        values: dict[int, Any] = {self.graph.inputs["input_ids"]: ids.flatten(), self.graph.inputs["positions"]: positions}
+        self.run(Step([Group(n, seq, 0, None)], None), values, 0, len(self.graph.ops))
+        logits: Tensor = values[self.graph.names["logits"]]
+        return logits.unflatten(0, (n, seq))
+
+    def _step(self, batch: Batch) -> Step:
+        groups = [Group(1, new, past, cache) for new, past, cache in zip(batch.lengths, batch.pasts, batch.caches, strict=True)]
+        return Step(groups, torch.from_numpy(batch.wanted).to(self._device))
+
+    def run(self, step: Step, values: dict[int, Any], start: int, stop: int, keep: Collection[int] = ()) -> None:
+        """Run ops `start` to `stop` over `values` (edge -> value); an edge in `keep` outlives its last use."""
+        graph, logits = self.graph, self.graph.names["logits"]
+        index = start
+        while index < stop:
+            op = graph.ops[index]
+            inner = self._fused.get(index)
+            if inner is not None and inner.last <= stop - 1 and not any(edge in keep for edge in inner.hidden):
+                q, k, v = (values[i] for i in inner.inputs)
+                values[inner.output] = fused_attention(step, op.attrs["scale"], q, k, v)
+                used, index = set(inner.inputs), inner.last
+            else:
+                made = KERNELS[op.kind](self._weights, step, op, [values[i] for i in op.inputs])
+                outputs = made if len(op.outputs) > 1 else [made]
+                values.update(zip(op.outputs, outputs, strict=True))
+                used = set(op.inputs)
+            for i in used:
+                if graph.last_use(i) <= index and i not in keep and i != logits:
+                    del values[i]
+            index += 1
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Three ops that may run as one: what goes in, what comes out, what nobody sees then."""
+
+    inputs: tuple[int, int, int]
+    output: int
+    hidden: tuple[int, int]
+    last: int
+
+
+def _fusable(graph: Graph) -> dict[int, Fusion]:
+    """Where scores, softmax and mix follow one another and nothing else reads what is between them."""
+    found = {}
+    for op in graph.ops[:-2]:
+        softmax_op, mix_op = graph.ops[op.index + 1], graph.ops[op.index + 2]
+        if (op.kind, softmax_op.kind, mix_op.kind) != ("scores", "softmax", "mix"):
+            continue
+        hidden = (op.outputs[0], softmax_op.outputs[0])
+        if softmax_op.inputs[0] == hidden[0] and mix_op.inputs[0] == hidden[1] and all(len(graph.consumers[e]) == 1 for e in hidden):
+            found[op.index] = Fusion((*op.inputs, mix_op.inputs[1]), mix_op.outputs[0], hidden, mix_op.index)  # type: ignore[arg-type]
+    return found
+
+
+def _find_device(name: str) -> torch.device:
+    """A torch device that is there and works; UnsupportedError says what was found otherwise."""
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        found = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())] + (["mps"] if torch.backends.mps.is_available() else [])
+        raise UnsupportedError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}.", hint=f"There are: {', '.join(found)}.") from None
+    return device

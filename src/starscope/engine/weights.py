@@ -1,0 +1,148 @@
+"""The weights of one model as float32 arrays by their standard names, decoded when first used.
+
+They come from a GGUF file (mapped: float32 tensors are views of the file) or from arrays. A tensor that is absent
+and tied is the very array that it is tied to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from starscope.engine.base import Array
+from starscope.errors import GGUFError, UnsupportedError
+from starscope.family import Family, HParams, Slot
+from starscope.formats import decode
+from starscope.gguf.reader import GGUFFile
+
+
+class Source(Protocol):
+    """Where tensors are read from, by slot."""
+
+    def has(self, slot: Slot) -> bool: ...
+
+    def format_name(self, slot: Slot) -> str: ...
+
+    def read(self, slot: Slot) -> Array: ...
+
+    def read_rows(self, slot: Slot, rows: Array) -> Array: ...
+
+
+class Weights(Mapping[str, Array]):
+    """Name -> float32 array in torch order. `half_cache`: keys and values are to be kept as float16."""
+
+    def __init__(self, slots: list[Slot], source: Source) -> None:
+        self.slots = {slot.name: slot for slot in slots}
+        self._source = source
+        self._decoded: dict[str, Array] = {}
+        self.half_cache = any(self.format_name(name) != "F32" for name in self.slots)
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._decoded:
+            slot = self.slots[name]
+            if slot.tied_to and not self._source.has(slot):
+                return self[slot.tied_to]
+            self._decoded[name] = self._source.read(slot)
+        return self._decoded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.slots)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def rows(self, name: str, indices: Array) -> Array:
+        """Some rows of a table, `[len(indices) columns]`, without decoding all of it."""
+        if name in self._decoded:
+            return self._decoded[name][indices]
+        return self._source.read_rows(self.slots[name], indices)
+
+    def is_tied(self, name: str) -> bool:
+        """Whether a tensor is absent and another stands for it."""
+        return bool(self.slots[name].tied_to) and not self._source.has(self.slots[name])
+
+    def format_name(self, name: str) -> str:
+        """How a tensor is stored: "F32", "Q8_0", ..."""
+        slot = self.slots[name]
+        if slot.tied_to and not self._source.has(slot):
+            slot = self.slots[slot.tied_to]
+        return self._source.format_name(slot)
+
+
+class ArraySource:
+    """Tensors that are in memory already, by our names; all float32."""
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self._arrays = arrays
+
+    def has(self, slot: Slot) -> bool:
+        return slot.name in self._arrays
+
+    def format_name(self, slot: Slot) -> str:
+        return "F32"
+
+    def read(self, slot: Slot) -> Array:
+        return self._arrays[slot.name]
+
+    def read_rows(self, slot: Slot, rows: Array) -> Array:
+        return self._arrays[slot.name][rows]
+
+
+class GGUFSource:
+    """Tensors of an open GGUF file. `keep` gives, for a tensor that is stored with repeated rows, those to keep."""
+
+    def __init__(self, file: GGUFFile, keep: Mapping[str, Array]) -> None:
+        self._file, self._keep = file, keep
+
+    def has(self, slot: Slot) -> bool:
+        return slot.gguf in self._file.tensors
+
+    def format_name(self, slot: Slot) -> str:
+        info = self._file.tensors[slot.gguf]
+        return info.format.name if info.format else f"type {info.type_id}"
+
+    def read(self, slot: Slot) -> Array:
+        keep = self._keep.get(slot.gguf)
+        whole = self._file.array(slot.gguf)
+        return whole if keep is None else np.ascontiguousarray(whole[keep])
+
+    def read_rows(self, slot: Slot, rows: Array) -> Array:
+        format_ = self._file.tensors[slot.gguf].format
+        assert format_ is not None
+        return decode(format_, np.ascontiguousarray(self._file.raw(slot.gguf)[rows]))
+
+
+def open_weights(file: GGUFFile, family: Family, hp: HParams) -> tuple[HParams, Weights]:
+    """The weights of a GGUF file, every tensor checked for presence, shape and a format that can be decoded.
+
+    Identical copies of the key and value head, where the family knows that form, are folded back into one; the
+    returned hyperparameters say so.
+    """
+    keep: Mapping[str, Array] = {}
+    stored_shapes = {slot.gguf: slot.shape for slot in family.slots(hp)}
+    _check_tensors(file, family, hp, stored_shapes)
+    if family.fold:
+        hp, keep = family.fold(hp, file)
+    return hp, Weights(family.slots(hp), GGUFSource(file, keep))
+
+
+def _check_tensors(file: GGUFFile, family: Family, hp: HParams, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    slots = family.slots(hp)
+    if not file.tensors:
+        raise GGUFError(f"{file.path} has a vocabulary and no tensors; expected a whole model.")
+    for slot in slots:
+        info = file.tensors.get(slot.gguf)
+        if info is None:
+            if slot.tied_to:
+                continue
+            raise GGUFError(f"{file.path} has no tensor {slot.gguf}; {family.name} needs it.")
+        if info.shape != shapes[slot.gguf]:
+            found, expected = (" ".join(map(str, shape)) for shape in (info.shape, shapes[slot.gguf]))
+            raise GGUFError(f"{file.path}: {slot.gguf} is [{found}]; expected [{expected}] from the file's own sizes.")
+        if info.format is None or info.format.decode is None:
+            raise UnsupportedError(f"{file.path}: {slot.gguf} is stored as {info.type_name}, which cannot be decoded.", hint="Convert the model again to another type.")
+    extra = [name for name in file.tensors if name not in shapes]
+    if extra:
+        raise GGUFError(f"{file.path} has tensors that {family.name} does not know: {', '.join(extra[:5])}.")
