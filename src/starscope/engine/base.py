@@ -39,6 +39,7 @@ class Engine(Protocol):
     name: str
     device: str
     graph: Graph
+    context_length: int
 
     def new_cache(self) -> Cache: ...
 

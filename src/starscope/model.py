@@ -1,0 +1,249 @@
+"""`load()` and what it gives: a model with its tokenizer, its recorded graph and the engine that runs it.
+
+    model = starscope.load("model.gguf")
+    print(model.generate("def fibonacci(n):", max_new_tokens=40).text)
+    print(model.generate("def add(a, b):\\n    return ", suffix="\\n\\nprint(add(1, 2))").text)
+    logits = model.forward(model.tokenizer.encode("x = 1"))      # [1 seq vocab_size]
+
+MODEL is a `.gguf` file, a Hugging Face folder, or "demo", the small model that comes with the package.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import numpy as np
+
+from starscope import infill
+from starscope.cache import Cache
+from starscope.checkpoint import open_checkpoint
+from starscope.convert import open_checkpoint_weights
+from starscope.engine import Engine, Weights, make_engine
+from starscope.engine.base import Array
+from starscope.engine.weights import open_weights
+from starscope.errors import GGUFError, InputError, InvalidContentError
+from starscope.family import Family, HParams, find_family_for_gguf, hparams_from_metadata
+from starscope.generate import Completion, Piece, generate, last_piece
+from starscope.gguf.reader import GGUFFile, read_gguf
+from starscope.graph import Graph, record
+from starscope.sampling import SamplingOptions
+from starscope.tokenizer import Token, Tokenizer
+
+
+class Model:
+    """A loaded model. Sizes are read-only attributes; `notes` says what was assumed while loading, a line each."""
+
+    def __init__(self, *, family: Family, hparams: HParams, graph: Graph, weights: Weights, tokenizer: Tokenizer, engine: Engine, path: Path, notes: list[str], load_s: float) -> None:
+        self.family, self.hparams, self.graph, self.weights = family, hparams, graph, weights
+        self.tokenizer, self.engine, self.path, self.notes, self.load_s = tokenizer, engine, path, notes, load_s
+        self._idle_cache: Cache | None = None
+
+    def __repr__(self) -> str:
+        return f"<starscope.Model {self.path.name}: {self.family.name}, {self.num_layers} × {self.hidden_size}, engine {self.engine.name}>"
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.hparams.num_layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.hparams.hidden_size)
+
+    @property
+    def num_heads(self) -> int:
+        return int(self.hparams.num_heads)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(self.hparams.num_kv_heads)
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.hparams.head_dim)
+
+    @property
+    def qk_head_dim(self) -> int:
+        return int(self.hparams.qk_head_dim)
+
+    @property
+    def intermediate_size(self) -> int:
+        return int(self.hparams.intermediate_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.hparams.vocab_size)
+
+    @property
+    def context_length(self) -> int:
+        """The positions that may be used: the model's own, or fewer when `load` was told so."""
+        return self.engine.context_length
+
+    def forward(self, ids: Any) -> Any:
+        """Logits of every position: float32 `[batch seq vocab_size]`, a torch tensor when torch is installed.
+
+        `ids` is a list of token ids, a list of such lists, or embeddings `[seq hidden_size]` (or a batch of them)
+        that take the place of the token embeddings. Sequences of different lengths are run as they are and presented
+        left-padded with zeros, so that `[:, -1]` is each one's last token.
+        """
+        logits = self.engine.forward(_sequences(ids), None, "all")
+        longest = max(len(rows) for rows in logits)
+        out = np.zeros((len(logits), longest, self.vocab_size), np.float32)
+        for i, rows in enumerate(logits):
+            out[i, longest - len(rows) :] = rows
+        if importlib.util.find_spec("torch") is None:
+            return out
+        import torch
+
+        return torch.from_numpy(out)
+
+    @overload
+    def generate(self, prompt: str | Sequence[int], suffix: str | None = ..., *, stream: Literal[False] = ..., **options: Any) -> Completion: ...
+
+    @overload
+    def generate(self, prompt: str | Sequence[int], suffix: str | None = ..., *, stream: Literal[True], **options: Any) -> Iterator[Piece]: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        suffix: str | None = None,
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        stop: str | Sequence[str] = (),
+        seed: int | None = None,
+        logprobs: int = 0,
+        stream: bool = False,
+    ) -> Completion | Iterator[Piece]:
+        """Continue a prompt (text, or token ids), or fill the hole between it and `suffix`.
+
+        `max_new_tokens` and `logprobs` count tokens. With `stream=True` an iterator of pieces whose texts, joined,
+        are the completion's; the last piece carries the completion. Text never turns into special tokens. Raises
+        ContextOverflowError for a prompt over the context and UnsupportedError for `suffix` on a model without
+        fill-in-the-middle tokens. Consecutive calls reuse the cache as far as their prompts begin alike.
+        """
+        options = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        stop_ids = self.tokenizer.stop_ids
+        if suffix is not None:
+            if not isinstance(prompt, str):
+                raise InvalidContentError("a suffix needs the prompt as text; found token ids.")
+            ids = infill.infill_prompt(self.tokenizer, prompt, suffix, budget=self.context_length - max_new_tokens)
+            stop_ids = stop_ids | self.tokenizer.infill_stop_ids
+        else:
+            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+            if isinstance(prompt, str) and self.tokenizer.add_bos and self.tokenizer.bos_id is not None:
+                ids = [self.tokenizer.bos_id, *ids]
+        # One cache waits between calls. A call that begins while another still streams gets its own.
+        cache, self._idle_cache = self._idle_cache or self.engine.new_cache(), None
+        pieces = generate(
+            self.engine,
+            self.tokenizer,
+            ids,
+            max_new_tokens=max_new_tokens,
+            options=options,
+            stop=stop,
+            stop_ids=stop_ids,
+            cache=cache,
+            logprobs=logprobs,
+            load_s=self.load_s,
+        )
+        pieces = self._returning(cache, pieces)
+        return pieces if stream else last_piece(pieces)
+
+    def _returning(self, cache: Cache, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        try:
+            yield from pieces
+        finally:
+            self._idle_cache = cache
+
+    def vocab(self) -> list[tuple[str, float, int]]:
+        """Every token as (piece, score, type), by id; pieces in GGUF's byte-level form, types as GGUF numbers them."""
+        tokens: Sequence[Token] = self.tokenizer.vocabulary
+        return [(token.piece, token.score, int(token.type)) for token in tokens]
+
+
+def load(model: str | Path, *, engine: str = "auto", device: str = "auto", context_length: int | None = None, threads: int | None = None) -> Model:
+    """Load a model and get it ready to run. Weights are decoded when they are first used.
+
+    `engine` is auto, numpy or torch; `device` anything that torch knows, for the torch engine. `context_length`
+    lowers the number of positions, `threads` sets the cores used. Raises InputError when there is no such model,
+    GGUFError or CheckpointError for content that does not fit together, UnsupportedError for what it does not do.
+    """
+    began = time.perf_counter()
+    path = find_model(model)
+    opened = _open_folder(path) if path.is_dir() else _open_file(path)
+    family, hp, weights, tokenizer, notes = opened
+    if tokenizer.vocab_size != hp.vocab_size and not path.is_dir():
+        raise GGUFError(f"{path} has {tokenizer.vocab_size} tokens for {hp.vocab_size} embeddings; expected as many.")
+    graph = record(family, hp)
+    made = make_engine(engine, graph, weights, device=device, context_length=context_length, threads=threads)
+    return Model(
+        family=family,
+        hparams=hp,
+        graph=graph,
+        weights=weights,
+        tokenizer=tokenizer,
+        engine=made,
+        path=path,
+        notes=notes,
+        load_s=time.perf_counter() - began,
+    )
+
+
+def find_model(model: str | Path) -> Path:
+    """The file or folder that MODEL names; InputError when there is none."""
+    path = Path(model)
+    if str(model) == "demo" and not path.exists():
+        path = Path(str(resources.files("starscope") / "demo" / "demo.gguf"))
+        if not path.is_file():
+            raise InputError(f"the demo model is not in this installation ({path}).", hint="Install the package again.")
+    if not path.exists():
+        raise InputError(f"{path} does not exist.", hint="Give a .gguf file, a Hugging Face folder, or demo.")
+    return path
+
+
+Opened = tuple[Family, HParams, Weights, Tokenizer, list[str]]
+
+
+def _open_file(path: Path) -> Opened:
+    file: GGUFFile = read_gguf(path)
+    architecture = file.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise GGUFError(f"{path} has no general.architecture; expected the name of one.")
+    family = find_family_for_gguf(architecture)
+    stored = hparams_from_metadata(family, file)
+    hp, weights = open_weights(file, family, stored)
+    notes = [
+        f"{family.gguf_architecture}.{row.gguf} is not in the file; {row.default} is assumed."
+        for row in family.hparams
+        if row.gguf and row.default is not None and not any(f"{family.gguf_architecture}.{key}" in file.metadata for key in (row.gguf, *row.also))
+    ]
+    if hp.num_kv_heads != stored.num_kv_heads:
+        notes.append(f"every one of the {stored.num_kv_heads} key and value heads is a copy of the first; one is kept.")
+    tokenizer = Tokenizer.from_gguf(file, family.default_pre_tokenizer)
+    return family, hp, weights, tokenizer, notes
+
+
+def _open_folder(path: Path) -> Opened:
+    checkpoint = open_checkpoint(path)
+    family, hp, weights, notes = open_checkpoint_weights(checkpoint)
+    return family, hp, weights, Tokenizer.from_folder(path, checkpoint.config), notes
+
+
+def _sequences(ids: Any) -> list[Array]:
+    """What `forward` was given, as a list of id arrays `[n]` or of embeddings `[n hidden_size]`."""
+    if hasattr(ids, "detach"):
+        ids = ids.detach().cpu().numpy()
+    if isinstance(ids, np.ndarray):
+        is_one = ids.ndim == (2 if ids.dtype.kind == "f" else 1)
+        return [ids] if is_one else list(ids)
+    if len(ids) and all(isinstance(i, (int, np.integer)) for i in ids):
+        return [np.asarray(ids)]
+    return [item.detach().cpu().numpy() if hasattr(item, "detach") else np.asarray(item) for item in ids]
