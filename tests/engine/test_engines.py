@@ -19,7 +19,7 @@ from starscope.errors import ContextOverflowError, InvalidContentError, Unsuppor
 from starscope.families.gpt_bigcode import FAMILY
 from starscope.family import make_hparams
 from starscope.graph import record
-from tests.support.numbers import ulps
+from support.numbers import ulps
 
 HP = make_hparams(
     FAMILY,

@@ -24,7 +24,7 @@ from starscope.convert import convert
 from starscope.engine import ENGINES
 from starscope.family import all_families
 from starscope.graph import record
-from tests.support.numbers import TOLERANCE, ulps
+from support.numbers import TOLERANCE, ulps
 
 class FamilySuite:
     family: ClassVar[str]

@@ -15,9 +15,9 @@ from starscope.convert import convert
 from starscope.errors import CheckpointError, UnsupportedError
 from starscope.families import gpt_bigcode
 from starscope.family import read_config
-from tests.families.suite import FamilySuite, prompt, reference
-from tests.support.checkpoints import PAIRWISE, edit_config, make_checkpoint
-from tests.support.numbers import ulps
+from families.suite import FamilySuite, prompt, reference
+from support.checkpoints import PAIRWISE, edit_config, make_checkpoint
+from support.numbers import ulps
 
 FAMILY = gpt_bigcode.FAMILY
 
