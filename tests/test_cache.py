@@ -20,7 +20,9 @@ def make(half: bool = False, context_length: int = 500) -> Cache:
 
 
 def rows(start: int, count: int) -> np.ndarray:  # [count 1 3]
-    return (np.arange(start, start + count, dtype=np.float32)[:, None, None] + np.array([0.1, 0.2, 0.3], np.float32)).astype(np.float32)
+    return (
+        np.arange(start, start + count, dtype=np.float32)[:, None, None] + np.array([0.1, 0.2, 0.3], np.float32)
+    ).astype(np.float32)
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=5))

@@ -35,7 +35,11 @@ def test_every_edge_is_made_before_it_is_read() -> None:
 
 def test_every_standard_value_names_an_edge_of_every_block() -> None:
     graph = record(FAMILY, HP)
-    expected = {name if v.host == "model" else f"{v.host.format(i=i)}.{name}" for name, v in VALUES.items() for i in range(HP.num_layers)}
+    expected = {
+        name if v.host == "model" else f"{v.host.format(i=i)}.{name}"
+        for name, v in VALUES.items()
+        for i in range(HP.num_layers)
+    }
     assert set(graph.names) == expected
 
 

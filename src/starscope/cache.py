@@ -38,7 +38,8 @@ class Cache:
 
     def append(self, layer: int, part: str, rows: Any) -> Any:
         """Keep the step's new rows `[new num_kv_heads dim]` of `part` ("k" or "v") behind the old; returns all
-        `[num_kv_heads length+new dim]`. The length itself moves on at `advance`, once the step is complete."""
+        `[num_kv_heads length+new dim]`. The length itself moves on at `advance`, once the step is complete.
+        """
         new, heads, dim = rows.shape
         end = self.length + new
         kept = self._stored[layer].get(part)
@@ -68,7 +69,8 @@ class Cache:
 
     def reuse(self, ids: Sequence[int]) -> int:
         """Keep the longest prefix shared with `ids`, one token less than all of `ids` at the most (its logits are
-        wanted), and forget the rest. Returns how many tokens are kept."""
+        wanted), and forget the rest. Returns how many tokens are kept.
+        """
         limit = min(len(ids) - 1, self.length)
         same = next((n for n in range(limit) if self.ids[n] != ids[n]), max(limit, 0))
         self.truncate(same)

@@ -192,19 +192,35 @@ def _evaluate(expression: str, hp: HParams) -> int:
 # Keys that transformers writes into any config and that change nothing about the arithmetic.
 BOOKKEEPING = {
     key: reason
-    for reason, keys in {
-        "it names the class or the library that wrote the config": "architectures model_type _name_or_path transformers_version auto_map torchscript "
-        "use_bfloat16 tf_legacy_loss problem_type chunk_size_feed_forward pruned_heads task_specific_params finetuning_task return_dict",
-        "it says how the weights are stored, which the weight files say themselves": "torch_dtype dtype",
-        "it chooses an implementation of the same arithmetic": "use_cache _attn_implementation attn_implementation _attn_implementation_autoset",
-        "it asks for additional outputs": "output_hidden_states output_attentions output_scores return_dict_in_generate",
-        "it belongs to generation, which has its own options": "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p "
-        "typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
-        "forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens prefix",
-        "it belongs to classification heads or to encoder–decoder models": "id2label label2id num_labels decoder_start_token_id tie_encoder_decoder sep_token_id "
-        "cross_attention_hidden_size is_decoder tokenizer_class",
-        "the tokenizer reads it": "bos_token_id eos_token_id pad_token_id unk_token_id",
-    }.items()
+    for keys, reason in (
+        (
+            "architectures model_type _name_or_path transformers_version auto_map torchscript use_bfloat16 "
+            "tf_legacy_loss problem_type chunk_size_feed_forward pruned_heads task_specific_params finetuning_task",
+            "it names the class or the library that wrote the config",
+        ),
+        ("torch_dtype dtype", "the weight files say themselves how they are stored"),
+        (
+            "use_cache _attn_implementation attn_implementation _attn_implementation_autoset",
+            "it chooses an implementation of the same arithmetic",
+        ),
+        (
+            "output_hidden_states output_attentions output_scores return_dict return_dict_in_generate",
+            "it asks for additional outputs",
+        ),
+        (
+            "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature "
+            "top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size num_return_sequences "
+            "encoder_no_repeat_ngram_size bad_words_ids forced_bos_token_id forced_eos_token_id remove_invalid_values "
+            "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens prefix",
+            "generation has its own options",
+        ),
+        (
+            "id2label label2id num_labels decoder_start_token_id tie_encoder_decoder sep_token_id "
+            "cross_attention_hidden_size is_decoder",
+            "it belongs to classification heads or to encoder-decoder models",
+        ),
+        ("bos_token_id eos_token_id pad_token_id unk_token_id tokenizer_class", "the tokenizer reads it"),
+    )
     for key in keys.split()
 }
 
@@ -266,14 +282,20 @@ def make_hparams(family: Family, values: Mapping[str, Any]) -> HParams:
     return hp
 
 
-def read_config(family: Family, config: Config, *, vocab_size: int | None = None, allow_unknown: Sequence[str] = ()) -> HParams:
+def read_config(
+    family: Family, config: Config, *, vocab_size: int | None = None, allow_unknown: Sequence[str] = ()
+) -> HParams:
     """Hyperparameters of a Hugging Face config.
 
     Every key is read, refused or ignored for a reason that the family states; any other key is an error, unless
     `allow_unknown` names it. `vocab_size` is used when the config has none.
     """
     read = {key for row in family.hparams for key in ((row.hf,) if isinstance(row.hf, str) else row.reads)}
-    unknown = [k for k in config if k not in read and k not in BOOKKEEPING and k not in family.ignored and k not in family.refused]
+    unknown = [
+        k
+        for k in config
+        if k not in read and k not in BOOKKEEPING and k not in family.ignored and k not in family.refused
+    ]
     unknown = [key for key in unknown if key not in allow_unknown]
     if unknown:
         listed = ", ".join(f"{key} = {config[key]!r}" for key in unknown)
@@ -290,7 +312,9 @@ def read_config(family: Family, config: Config, *, vocab_size: int | None = None
         try:
             value = config.get(row.hf) if isinstance(row.hf, str) else row.hf(config)
         except KeyError as missing:
-            raise CheckpointError(f"config.json has no {missing.args[0]!r}; {family.name} needs it for {row.name}.") from None
+            raise CheckpointError(
+                f"config.json has no {missing.args[0]!r}; {family.name} needs it for {row.name}."
+            ) from None
         except TypeError:
             found = ", ".join(f"{key} = {config.get(key)!r}" for key in row.reads)
             raise CheckpointError(f"config.json has {found}; expected numbers, to find {row.name}.") from None
@@ -323,7 +347,9 @@ def _vocab_size(family: Family, file: GGUFFile) -> int:
         return info.shape[0]
     tokens = file.get("tokenizer.ggml.tokens")
     if tokens is None:
-        raise GGUFError(f"{file.path} has neither {embedding.gguf}.weight nor tokenizer.ggml.tokens; one is needed for the vocabulary's size.")
+        raise GGUFError(
+            f"{file.path} has neither {embedding.gguf}.weight nor tokenizer.ggml.tokens; one is needed for the vocabulary's size."
+        )
     return len(tokens)
 
 
@@ -335,7 +361,9 @@ def metadata_from_hparams(family: Family, hp: HParams) -> dict[str, gguf_format.
         str: gguf_format.string,
         bool: gguf_format.boolean,
     }
-    return {f"{family.gguf_architecture}.{row.gguf}": make[row.kind](hp[row.name]) for row in family.hparams if row.gguf}
+    return {
+        f"{family.gguf_architecture}.{row.gguf}": make[row.kind](hp[row.name]) for row in family.hparams if row.gguf
+    }
 
 
 def _checked(row: HParam, value: Any, where: str, error: type[CheckpointError] | type[GGUFError]) -> Scalar:

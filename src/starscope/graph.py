@@ -92,7 +92,9 @@ class Graph:
         for op in self.ops:
             alive += sum(each[i] for i in op.outputs)
             peak = max(peak, alive)
-            alive -= sum(each[i] for i in {*op.inputs, *op.outputs} if self.last_use(i) <= op.index and self.consumers[i])
+            alive -= sum(
+                each[i] for i in {*op.inputs, *op.outputs} if self.last_use(i) <= op.index and self.consumers[i]
+            )
         return peak
 
 
@@ -156,7 +158,9 @@ class Recorder:
     def split_heads(self, x: Edge) -> tuple[Edge, Edge, Edge]:
         """[rows (num_heads + 2·num_kv_heads)·head_dim] -> queries, keys and values, each [rows heads head_dim]."""
         hp = self.hp
-        q, k, v = self._op("split_heads", [x], num_heads=hp.num_heads, num_kv_heads=hp.num_kv_heads, head_dim=hp.head_dim)
+        q, k, v = self._op(
+            "split_heads", [x], num_heads=hp.num_heads, num_kv_heads=hp.num_kv_heads, head_dim=hp.head_dim
+        )
         return q, k, v
 
     def attention(self, q: Edge, k: Edge, v: Edge) -> Edge:

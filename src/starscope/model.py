@@ -1,8 +1,8 @@
-"""`load()` and what it gives: a model with its tokenizer, its recorded graph and the engine that runs it.
+r"""`load()` and what it gives: a model with its tokenizer, its recorded graph and the engine that runs it.
 
     model = starscope.load("model.gguf")
     print(model.generate("def fibonacci(n):", max_new_tokens=40).text)
-    print(model.generate("def add(a, b):\\n    return ", suffix="\\n\\nprint(add(1, 2))").text)
+    print(model.generate("def add(a, b):\n    return ", suffix="\n\nprint(add(1, 2))").text)
     logits = model.forward(model.tokenizer.encode("x = 1"))      # [1 seq vocab_size]
 
 MODEL is a `.gguf` file, a Hugging Face folder, or "demo", the small model that comes with the package.
@@ -22,15 +22,15 @@ import numpy as np
 from starscope import infill
 from starscope.cache import Cache
 from starscope.checkpoint import open_checkpoint
-from starscope.convert import open_checkpoint_weights
 from starscope.engine import Engine, Weights, make_engine
 from starscope.engine.base import Array
 from starscope.engine.weights import open_weights
-from starscope.errors import GGUFError, InputError, InvalidContentError
+from starscope.errors import CheckpointError, GGUFError, InputError, InvalidContentError
 from starscope.family import Family, HParams, find_family_for_gguf, hparams_from_metadata
 from starscope.generate import Completion, Piece, generate, last_piece
 from starscope.gguf.reader import GGUFFile, read_gguf
 from starscope.graph import Graph, record
+from starscope.mapping import map_checkpoint
 from starscope.sampling import SamplingOptions
 from starscope.tokenizer import Token, Tokenizer
 
@@ -38,13 +38,24 @@ from starscope.tokenizer import Token, Tokenizer
 class Model:
     """A loaded model. Sizes are read-only attributes; `notes` says what was assumed while loading, a line each."""
 
-    def __init__(self, *, family: Family, hparams: HParams, graph: Graph, weights: Weights, tokenizer: Tokenizer, engine: Engine, path: Path, notes: list[str], load_s: float) -> None:
-        self.family, self.hparams, self.graph, self.weights = family, hparams, graph, weights
-        self.tokenizer, self.engine, self.path, self.notes, self.load_s = tokenizer, engine, path, notes, load_s
+    def __init__(
+        self,
+        path: Path,
+        weights: Weights,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        notes: Sequence[str] = (),
+        load_s: float = 0.0,
+    ) -> None:
+        self.path, self.weights, self.tokenizer, self.engine = path, weights, tokenizer, engine
+        self.graph = engine.graph
+        self.family, self.hparams = self.graph.family, self.graph.hp
+        self.notes, self.load_s = list(notes), load_s
         self._idle_cache: Cache | None = None
 
     def __repr__(self) -> str:
-        return f"<starscope.Model {self.path.name}: {self.family.name}, {self.num_layers} × {self.hidden_size}, engine {self.engine.name}>"
+        shape = f"{self.family.name}, {self.num_layers} × {self.hidden_size}"
+        return f"<starscope.Model {self.path.name}: {shape}, engine {self.engine.name}>"
 
     @property
     def num_layers(self) -> int:
@@ -102,10 +113,14 @@ class Model:
         return torch.from_numpy(out)
 
     @overload
-    def generate(self, prompt: str | Sequence[int], suffix: str | None = ..., *, stream: Literal[False] = ..., **options: Any) -> Completion: ...
+    def generate(
+        self, prompt: str | Sequence[int], suffix: str | None = ..., *, stream: Literal[False] = ..., **options: Any
+    ) -> Completion: ...
 
     @overload
-    def generate(self, prompt: str | Sequence[int], suffix: str | None = ..., *, stream: Literal[True], **options: Any) -> Iterator[Piece]: ...
+    def generate(
+        self, prompt: str | Sequence[int], suffix: str | None = ..., *, stream: Literal[True], **options: Any
+    ) -> Iterator[Piece]: ...
 
     def generate(
         self,
@@ -134,7 +149,9 @@ class Model:
         if suffix is not None:
             if not isinstance(prompt, str):
                 raise InvalidContentError("a suffix needs the prompt as text; found token ids.")
-            ids = infill.infill_prompt(self.tokenizer, prompt, suffix, budget=self.context_length - max_new_tokens)
+            ids = infill.infill_prompt(
+                self.tokenizer, prompt, suffix, budget=infill.infill_budget(self.context_length, max_new_tokens)
+            )
             stop_ids = stop_ids | self.tokenizer.infill_stop_ids
         else:
             ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
@@ -169,7 +186,14 @@ class Model:
         return [(token.piece, token.score, int(token.type)) for token in tokens]
 
 
-def load(model: str | Path, *, engine: str = "auto", device: str = "auto", context_length: int | None = None, threads: int | None = None) -> Model:
+def load(
+    model: str | Path,
+    *,
+    engine: str = "auto",
+    device: str = "auto",
+    context_length: int | None = None,
+    threads: int | None = None,
+) -> Model:
     """Load a model and get it ready to run. Weights are decoded when they are first used.
 
     `engine` is auto, numpy or torch; `device` anything that torch knows, for the torch engine. `context_length`
@@ -178,23 +202,10 @@ def load(model: str | Path, *, engine: str = "auto", device: str = "auto", conte
     """
     began = time.perf_counter()
     path = find_model(model)
-    opened = _open_folder(path) if path.is_dir() else _open_file(path)
-    family, hp, weights, tokenizer, notes = opened
-    if tokenizer.vocab_size != hp.vocab_size and not path.is_dir():
-        raise GGUFError(f"{path} has {tokenizer.vocab_size} tokens for {hp.vocab_size} embeddings; expected as many.")
+    family, hp, weights, tokenizer, notes = _open_folder(path) if path.is_dir() else _open_file(path)
     graph = record(family, hp)
     made = make_engine(engine, graph, weights, device=device, context_length=context_length, threads=threads)
-    return Model(
-        family=family,
-        hparams=hp,
-        graph=graph,
-        weights=weights,
-        tokenizer=tokenizer,
-        engine=made,
-        path=path,
-        notes=notes,
-        load_s=time.perf_counter() - began,
-    )
+    return Model(path, weights, tokenizer, made, notes, time.perf_counter() - began)
 
 
 def find_model(model: str | Path) -> Path:
@@ -223,18 +234,28 @@ def _open_file(path: Path) -> Opened:
     notes = [
         f"{family.gguf_architecture}.{row.gguf} is not in the file; {row.default} is assumed."
         for row in family.hparams
-        if row.gguf and row.default is not None and not any(f"{family.gguf_architecture}.{key}" in file.metadata for key in (row.gguf, *row.also))
+        if row.gguf
+        and row.default is not None
+        and not any(f"{family.gguf_architecture}.{key}" in file.metadata for key in (row.gguf, *row.also))
     ]
     if hp.num_kv_heads != stored.num_kv_heads:
         notes.append(f"every one of the {stored.num_kv_heads} key and value heads is a copy of the first; one is kept.")
     tokenizer = Tokenizer.from_gguf(file, family.default_pre_tokenizer)
+    if tokenizer.vocab_size != hp.vocab_size:
+        raise GGUFError(f"{path} has {tokenizer.vocab_size} tokens for {hp.vocab_size} embeddings; expected as many.")
     return family, hp, weights, tokenizer, notes
 
 
 def _open_folder(path: Path) -> Opened:
     checkpoint = open_checkpoint(path)
-    family, hp, weights, notes = open_checkpoint_weights(checkpoint)
-    return family, hp, weights, Tokenizer.from_folder(path, checkpoint.config), notes
+    mapped = map_checkpoint(checkpoint)
+    tokenizer = Tokenizer.from_folder(path, checkpoint.config)
+    if tokenizer.vocab_size > mapped.hparams.vocab_size:
+        raise CheckpointError(
+            f"{path} has {tokenizer.vocab_size} tokens for {mapped.hparams.vocab_size} embeddings; expected no more."
+        )
+    weights = Weights(mapped.family.slots(mapped.hparams), mapped)
+    return mapped.family, mapped.hparams, weights, tokenizer, list(mapped.notes)
 
 
 def _sequences(ids: Any) -> list[Array]:

@@ -58,7 +58,10 @@ def _norm(inputs: Sequence[Axes], weights: Sequence[tuple[int, ...]], _: Mapping
 def _linear(inputs: Sequence[Axes], weights: Sequence[tuple[int, ...]], _: Mapping[str, Any]) -> tuple[Axes, ...]:
     out, size = weights[0]
     _expect(inputs[0][-1] == size, f"linear over {inputs[0]} with a weight [{out} {size}]")
-    _expect(all(bias == (out,) for bias in weights[1:]), f"linear with a weight [{out} {size}] and a bias {list(weights[1:])}")
+    _expect(
+        all(bias == (out,) for bias in weights[1:]),
+        f"linear with a weight [{out} {size}] and a bias {list(weights[1:])}",
+    )
     return ((*inputs[0][:-1], out),)
 
 
@@ -77,7 +80,9 @@ def _cache(inputs: Sequence[Axes], _w: Sequence[tuple[int, ...]], _a: Mapping[st
 def _scores(inputs: Sequence[Axes], _w: Sequence[tuple[int, ...]], _a: Mapping[str, Any]) -> tuple[Axes, ...]:
     (_, heads, dim), (kv_heads, key, kv_dim) = inputs
     _expect(dim == kv_dim, f"queries of {dim} and keys of {kv_dim}")
-    _expect(isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads == 0, f"{heads} heads over {kv_heads}")
+    _expect(
+        isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads == 0, f"{heads} heads over {kv_heads}"
+    )
     return ((heads, "query", key),)
 
 

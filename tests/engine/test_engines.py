@@ -41,7 +41,11 @@ GRAPH = record(FAMILY, HP)
 def weights(seed: int = 0) -> Weights:
     rng = np.random.default_rng(seed)
     slots = FAMILY.slots(HP)
-    arrays = {s.name: rng.normal(0, 0.3, s.shape).astype(np.float32) + ("norm" in s.name and s.name.endswith("weight")) for s in slots if s.tied_to is None}
+    arrays = {
+        s.name: rng.normal(0, 0.3, s.shape).astype(np.float32) + ("norm" in s.name and s.name.endswith("weight"))
+        for s in slots
+        if s.tied_to is None
+    }
     return Weights(slots, ArraySource({k: v.astype(np.float32) for k, v in arrays.items()}))
 
 
@@ -129,7 +133,10 @@ def test_the_fused_attention_equals_its_three_ops() -> None:
     ids = torch.randint(0, 60, (3, 17), generator=torch.Generator().manual_seed(0))
     logits, edges = [], [GRAPH.edge(f"layers.{i}.self_attn.attention_scores").index for i in range(2)]
     for keep in ((), edges):
-        values: dict[int, Any] = {GRAPH.inputs["input_ids"]: ids.flatten(), GRAPH.inputs["positions"]: torch.arange(17).repeat(3)}
+        values: dict[int, Any] = {
+            GRAPH.inputs["input_ids"]: ids.flatten(),
+            GRAPH.inputs["positions"]: torch.arange(17).repeat(3),
+        }
         engine.run(Step([Group(3, 17, 0, None)], None), values, 0, len(GRAPH.ops), keep=keep)
         assert all((edge in values) == (edge in keep) for edge in edges)
         logits.append(values[GRAPH.names["logits"]])
@@ -161,7 +168,8 @@ def test_a_table_read_by_rows_is_the_table_decoded_whole() -> None:
     w = weights()
     rows = w.rows("embed_tokens.weight", np.array([5, 0, 5]))
     np.testing.assert_array_equal(rows, w["embed_tokens.weight"][[5, 0, 5]])
-    assert w["lm_head.weight"] is w["embed_tokens.weight"] and w.is_tied("lm_head.weight")
+    assert w["lm_head.weight"] is w["embed_tokens.weight"]
+    assert w.is_tied("lm_head.weight")
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=30))

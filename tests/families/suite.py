@@ -18,13 +18,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from starscope.convert import convert
 
 import starscope
-from starscope.convert import convert
 from starscope.engine import ENGINES
 from starscope.family import all_families
 from starscope.graph import record
 from support.numbers import TOLERANCE, ulps
+
 
 class FamilySuite:
     family: ClassVar[str]
@@ -73,7 +74,10 @@ class FamilySuite:
         ids = prompt(model.vocab_size, 24)
         whole = model.forward(ids)[0].numpy()
         rng = np.random.default_rng(0)
-        for cuts in [*([cut] for cut in range(1, 24)), *(sorted(rng.choice(np.arange(1, 24), 5, replace=False)) for _ in range(4))]:
+        for cuts in [
+            *([cut] for cut in range(1, 24)),
+            *(sorted(rng.choice(np.arange(1, 24), 5, replace=False)) for _ in range(4)),
+        ]:
             cache = model.engine.new_cache()
             parts = [model.engine.forward([part], [cache], "all")[0] for part in np.split(np.array(ids), cuts)]
             joined = np.concatenate(parts)
@@ -99,7 +103,10 @@ class FamilySuite:
         path, _ = made(setting)
         model = starscope.load(path, engine=engine)
         ids = prompt(model.vocab_size, 12)
-        assert ulps(model.engine.forward([ids], None, "last")[0][0], model.engine.forward([ids], None, "all")[0][-1]) <= TOLERANCE
+        assert (
+            ulps(model.engine.forward([ids], None, "last")[0][0], model.engine.forward([ids], None, "all")[0][-1])
+            <= TOLERANCE
+        )
 
     def test_embeddings_take_the_place_of_token_embeddings(self, made: Any, setting: Any, engine: str) -> None:
         path, _ = made(setting)
@@ -116,11 +123,16 @@ class FamilySuite:
         bound = TOLERANCE if not folder.weights.half_cache else 2.0**13
         assert ulps(folder.forward(ids), starscope.load(path).forward(ids)) <= bound
 
-    def test_the_recording_uses_every_declared_tensor_and_names_every_block_alike(self, made: Any, setting: Any) -> None:
+    def test_the_recording_uses_every_declared_tensor_and_names_every_block_alike(
+        self, made: Any, setting: Any
+    ) -> None:
         path, _ = made(setting)
         graph = starscope.load(path).graph
         assert set(graph.weights) == {slot.name for slot in graph.family.slots(graph.hp)}
-        named = [{n.removeprefix(f"layers.{i}.") for n in graph.names if n.startswith(f"layers.{i}.")} for i in range(graph.hp.num_layers)]
+        named = [
+            {n.removeprefix(f"layers.{i}.") for n in graph.names if n.startswith(f"layers.{i}.")}
+            for i in range(graph.hp.num_layers)
+        ]
         assert all(names == named[0] for names in named)
         assert graph.edge("layers.0.layer_output").index == graph.edge("layers.1.layer_input").index
         assert record(graph.family, graph.hp).ops == graph.ops

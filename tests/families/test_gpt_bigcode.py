@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from starscope.convert import convert
 
 import starscope
-from starscope.convert import convert
+from families.suite import FamilySuite, prompt, reference
 from starscope.errors import CheckpointError, UnsupportedError
 from starscope.families import gpt_bigcode
 from starscope.family import read_config
-from families.suite import FamilySuite, prompt, reference
 from support.checkpoints import PAIRWISE, edit_config, make_checkpoint
 from support.numbers import ulps
 
@@ -55,7 +55,9 @@ def test_the_other_gelu_would_be_seen(tmp_path: Path, activation: str, other: st
     assert ulps(starscope.load(wrong, engine=engine).forward(ids)[0], expected) > 10 * 32
 
 
-def test_a_qkv_projection_read_without_regrouping_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_qkv_projection_read_without_regrouping_would_be_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     oracle = make_checkpoint(tmp_path / "mha", multi_query=False)
     ids = prompt(320, 50)
     expected = reference(oracle, ids)
@@ -70,7 +72,9 @@ def test_expanded_key_heads_are_folded_back_into_one(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "mqa")
     for to in ("f32", "f16", "q8_0"):
         plain = starscope.load(convert(tmp_path / "mqa", tmp_path / f"plain-{to}.gguf", to=to).path)
-        expanded = starscope.load(convert(tmp_path / "mqa", tmp_path / f"expanded-{to}.gguf", to=to, expand_mqa=True).path)
+        expanded = starscope.load(
+            convert(tmp_path / "mqa", tmp_path / f"expanded-{to}.gguf", to=to, expand_mqa=True).path
+        )
         assert expanded.num_kv_heads == 1
         assert any("copy of the first" in note for note in expanded.notes)
         ids = prompt(320, 20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -38,12 +39,15 @@ class Engine(Protocol):
 
     name: str
     device: str
+    threads: int
     graph: Graph
     context_length: int
 
     def new_cache(self) -> Cache: ...
 
-    def forward(self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last") -> list[Array]: ...
+    def forward(
+        self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last"
+    ) -> list[Array]: ...
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,9 @@ def make_batch(engine: Engine, sequences: Sequences, caches: Sequence[Cache] | N
     for array, cache in zip(arrays, caches, strict=True):
         if embedded:
             if array.ndim != 2 or array.shape[1] != hp.hidden_size or array.dtype.kind != "f":
-                raise InvalidContentError(f"embeddings are {array.dtype} {list(array.shape)}; expected float [n {hp.hidden_size}].")
+                raise InvalidContentError(
+                    f"embeddings are {array.dtype} {list(array.shape)}; expected float [n {hp.hidden_size}]."
+                )
         elif array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
             raise InvalidContentError(f"a sequence is {array.dtype} {list(array.shape)}; expected a list of token ids.")
         if not len(array):
@@ -130,9 +136,16 @@ def input_values(graph: Graph, batch: Batch) -> tuple[dict[int, Array], int]:
         return {graph.inputs["input_ids"]: batch.ids, **values}, 0
     first = graph.ops[0]
     if first.kind != "embed" or first.attrs["source"] != "input_ids":
-        raise UnsupportedError(f"{graph.family.name} cannot be fed embeddings: it does not begin with its token embedding.")
+        raise UnsupportedError(
+            f"{graph.family.name} cannot be fed embeddings: it does not begin with its token embedding."
+        )
     assert batch.embeddings is not None
     return {first.outputs[0]: batch.embeddings, **values}, 1
+
+
+def usable_cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # name -> the module and class that implement it
@@ -168,6 +181,10 @@ def make_engine(
         raise UsageError(f"threads is {threads}; expected 1 or more.")
     module, cls = ENGINES[name]
     engine: Engine = getattr(importlib.import_module(module), cls)(
-        graph, weights, device="cpu" if device == "auto" else device, context_length=context_length or limit, threads=threads
+        graph,
+        weights,
+        device="cpu" if device == "auto" else device,
+        context_length=context_length or limit,
+        threads=threads,
     )
     return engine

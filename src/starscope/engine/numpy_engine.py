@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from starscope.cache import Cache
-from starscope.engine.base import MASKED, Array, Batch, Sequences, Wanted, input_values, make_batch
+from starscope.engine.base import MASKED, Array, Batch, Sequences, Wanted, input_values, make_batch, usable_cores
 from starscope.engine.weights import Weights
 from starscope.graph import Graph, Op
 
@@ -96,15 +96,15 @@ def merge_heads(_engine: NumpyEngine, _batch: Batch, _op: Op, inputs: list[Any])
 
 def gelu(_engine: NumpyEngine, _batch: Batch, _op: Op, inputs: list[Any]) -> Array:
     x = inputs[0]
-    half: Array = x * np.float32(0.5)
-    return half * (1 + erf(x * np.float32(math.sqrt(0.5))))
+    y: Array = x * np.float32(0.5) * (1 + erf(x * np.float32(math.sqrt(0.5))))
+    return y
 
 
 def gelu_tanh(_engine: NumpyEngine, _batch: Batch, _op: Op, inputs: list[Any]) -> Array:
     x = inputs[0]
     inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
-    half: Array = x * np.float32(0.5)
-    return half * (1 + np.tanh(inner))
+    y: Array = x * np.float32(0.5) * (1 + np.tanh(inner))
+    return y
 
 
 def wanted_rows(_engine: NumpyEngine, batch: Batch, _op: Op, inputs: list[Any]) -> Array:
@@ -114,7 +114,21 @@ def wanted_rows(_engine: NumpyEngine, batch: Batch, _op: Op, inputs: list[Any]) 
 
 KERNELS: dict[str, Kernel] = {
     f.__name__: f
-    for f in (embed, add, layer_norm, linear, split_heads, cache, scores, softmax, mix, merge_heads, gelu, gelu_tanh, wanted_rows)
+    for f in (
+        embed,
+        add,
+        layer_norm,
+        linear,
+        split_heads,
+        cache,
+        scores,
+        softmax,
+        mix,
+        merge_heads,
+        gelu,
+        gelu_tanh,
+        wanted_rows,
+    )
 }
 
 # erf at multiples of 1/64 up to 6, past which it is 1 in float32.
@@ -140,9 +154,18 @@ class NumpyEngine:
 
     name = "numpy"
 
-    def __init__(self, graph: Graph, weights: Weights, *, device: str = "cpu", context_length: int | None = None, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        weights: Weights,
+        *,
+        device: str = "cpu",
+        context_length: int | None = None,
+        threads: int | None = None,
+    ) -> None:
         self.graph, self.weights, self.device = graph, weights, device
         self.context_length = context_length or graph.hp.context_length
+        self.threads = threads or usable_cores()
         if threads is not None:
             import threadpoolctl
 
@@ -157,7 +180,9 @@ class NumpyEngine:
             as_cached=(lambda rows: rows.astype(np.float16)) if half else (lambda rows: rows),
         )
 
-    def forward(self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last") -> list[Array]:
+    def forward(
+        self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last"
+    ) -> list[Array]:
         batch = make_batch(self, sequences, caches, wanted)
         values, start = input_values(self.graph, batch)
         self.run(batch, values, start, len(self.graph.ops))

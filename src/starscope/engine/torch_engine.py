@@ -47,8 +47,11 @@ class Step:
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """`[rows ...]` -> one `[count new ...]` a group."""
-        parts = rows.split([group.count * group.new for group in self.groups])
-        return [part.unflatten(0, (group.count, group.new)) for part, group in zip(parts, self.groups, strict=True)]
+        parts = torch.split(rows, [group.count * group.new for group in self.groups])
+        return [
+            part.reshape(group.count, group.new, *part.shape[1:])
+            for part, group in zip(parts, self.groups, strict=True)
+        ]
 
 
 Kernel = Callable[[Mapping[str, Tensor], Step, Op, list[Any]], Any]
@@ -134,7 +137,21 @@ def wanted_rows(_weights: Mapping[str, Tensor], step: Step, _op: Op, inputs: lis
 
 KERNELS: dict[str, Kernel] = {
     f.__name__: f
-    for f in (embed, add, layer_norm, linear, split_heads, cache, scores, softmax, mix, merge_heads, gelu, gelu_tanh, wanted_rows)
+    for f in (
+        embed,
+        add,
+        layer_norm,
+        linear,
+        split_heads,
+        cache,
+        scores,
+        softmax,
+        mix,
+        merge_heads,
+        gelu,
+        gelu_tanh,
+        wanted_rows,
+    )
 }
 
 
@@ -144,7 +161,10 @@ def fused_attention(step: Step, scale: float, q: Tensor, keys: list[Tensor], val
     for group, queries, k, v in zip(step.groups, step.split(q), keys, values, strict=True):
         heads = queries.shape[2]
         # A key head that serves several query heads is expanded as a view, not copied.
-        k, v = (x.repeat_interleave(heads // x.shape[1], 1) if 1 < x.shape[1] < heads else x.expand(-1, heads, -1, -1) for x in (k, v))
+        k, v = (
+            x.repeat_interleave(heads // x.shape[1], 1) if 1 < x.shape[1] < heads else x.expand(-1, heads, -1, -1)
+            for x in (k, v)
+        )
         square = group.past == 0 and group.new > 1
         mask = None if square or group.new == 1 else ~_future(group, k.shape[2], k.device)
         o = F.scaled_dot_product_attention(queries.transpose(1, 2), k, v, attn_mask=mask, is_causal=square, scale=scale)
@@ -179,7 +199,12 @@ class TorchEngine:
         self._half_cache = weights.half_cache
         if threads is not None:
             torch.set_num_threads(threads)
-        self.parameters = {name: torch.tensor(weights[name], dtype=dtype, device=self._device) for name in weights if not weights.is_tied(name)}
+        self.threads = torch.get_num_threads()
+        self.parameters = {
+            name: torch.tensor(weights[name], dtype=dtype, device=self._device)
+            for name in weights
+            if not weights.is_tied(name)
+        }
         tied = {name: slot.tied_to for name, slot in weights.slots.items() if slot.tied_to and weights.is_tied(name)}
         self._weights = {**self.parameters, **{name: self.parameters[other] for name, other in tied.items()}}
         self._fused = _fusable(graph)
@@ -194,10 +219,14 @@ class TorchEngine:
         )
 
     @torch.inference_mode()
-    def forward(self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last") -> list[Array]:
+    def forward(
+        self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last"
+    ) -> list[Array]:
         batch = make_batch(self, sequences, caches, wanted)
         known, start = input_values(self.graph, batch)
-        values: dict[int, Any] = {i: torch.from_numpy(np.ascontiguousarray(v)).to(self._device) for i, v in known.items()}
+        values: dict[int, Any] = {
+            i: torch.from_numpy(np.ascontiguousarray(v)).to(self._device) for i, v in known.items()
+        }
         self.run(self._step(batch), values, start, len(self.graph.ops))
         batch.advance()
         logits: Tensor = values[self.graph.names["logits"]]
@@ -207,13 +236,19 @@ class TorchEngine:
         """`[n seq]` ids -> `[n seq vocab_size]` logits, differentiable, every sequence from position 0."""
         n, seq = ids.shape
         positions = torch.arange(seq, device=ids.device).repeat(n)
-        values: dict[int, Any] = {self.graph.inputs["input_ids"]: ids.flatten(), self.graph.inputs["positions"]: positions}
+        values: dict[int, Any] = {
+            self.graph.inputs["input_ids"]: ids.flatten(),
+            self.graph.inputs["positions"]: positions,
+        }
         self.run(Step([Group(n, seq, 0, None)], None), values, 0, len(self.graph.ops))
         logits: Tensor = values[self.graph.names["logits"]]
-        return logits.unflatten(0, (n, seq))
+        return logits.reshape(n, seq, -1)
 
     def _step(self, batch: Batch) -> Step:
-        groups = [Group(1, new, past, cache) for new, past, cache in zip(batch.lengths, batch.pasts, batch.caches, strict=True)]
+        groups = [
+            Group(1, new, past, cache)
+            for new, past, cache in zip(batch.lengths, batch.pasts, batch.caches, strict=True)
+        ]
         return Step(groups, torch.from_numpy(batch.wanted).to(self._device))
 
     def run(self, step: Step, values: dict[int, Any], start: int, stop: int, keep: Collection[int] = ()) -> None:
@@ -256,7 +291,11 @@ def _fusable(graph: Graph) -> dict[int, Fusion]:
         if (op.kind, softmax_op.kind, mix_op.kind) != ("scores", "softmax", "mix"):
             continue
         hidden = (op.outputs[0], softmax_op.outputs[0])
-        if softmax_op.inputs[0] == hidden[0] and mix_op.inputs[0] == hidden[1] and all(len(graph.consumers[e]) == 1 for e in hidden):
+        if (
+            softmax_op.inputs[0] == hidden[0]
+            and mix_op.inputs[0] == hidden[1]
+            and all(len(graph.consumers[e]) == 1 for e in hidden)
+        ):
             found[op.index] = Fusion((*op.inputs, mix_op.inputs[1]), mix_op.outputs[0], hidden, mix_op.index)  # type: ignore[arg-type]
     return found
 
@@ -267,6 +306,12 @@ def _find_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        found = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())] + (["mps"] if torch.backends.mps.is_available() else [])
-        raise UnsupportedError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}.", hint=f"There are: {', '.join(found)}.") from None
+        found = (
+            ["cpu"]
+            + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+            + (["mps"] if torch.backends.mps.is_available() else [])
+        )
+        raise UnsupportedError(
+            f"device {name!r} cannot be used: {str(error).splitlines()[0]}.", hint=f"There are: {', '.join(found)}."
+        ) from None
     return device

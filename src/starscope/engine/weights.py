@@ -142,7 +142,10 @@ def _check_tensors(file: GGUFFile, family: Family, hp: HParams, shapes: Mapping[
             found, expected = (" ".join(map(str, shape)) for shape in (info.shape, shapes[slot.gguf]))
             raise GGUFError(f"{file.path}: {slot.gguf} is [{found}]; expected [{expected}] from the file's own sizes.")
         if info.format is None or info.format.decode is None:
-            raise UnsupportedError(f"{file.path}: {slot.gguf} is stored as {info.type_name}, which cannot be decoded.", hint="Convert the model again to another type.")
+            raise UnsupportedError(
+                f"{file.path}: {slot.gguf} is stored as {info.type_name}, which cannot be decoded.",
+                hint="Convert the model again to another type.",
+            )
     extra = [name for name in file.tensors if name not in shapes]
     if extra:
         raise GGUFError(f"{file.path} has tensors that {family.name} does not know: {', '.join(extra[:5])}.")

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from starscope.gguf.reader import GGUFFile
     from starscope.graph import Edge, Recorder
 
-GELUS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_pytorch_tanh", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
+GELUS = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+}
 
 HPARAMS = [
     #      ours                 GGUF                             HF config
@@ -46,7 +51,10 @@ REFUSED = {
     "add_cross_attention": (bool, "a GPT-BigCode model here is a decoder alone"),
     "is_encoder_decoder": (bool, "a GPT-BigCode model here is a decoder alone"),
     "scale_attn_weights": (lambda value: not value, "scores are scaled by 1/sqrt(head_dim) in every released model"),
-    "quantization_config": (lambda value: value is not None, "the weights are already quantized by another library; convert the original checkpoint"),
+    "quantization_config": (
+        lambda value: value is not None,
+        "the weights are already quantized by another library; convert the original checkpoint",
+    ),
 }
 
 IGNORED = {
@@ -133,7 +141,9 @@ def _qkv_rows(hp: HParams) -> np.ndarray | None:
 
 def _check(hp: HParams) -> None:
     if hp.num_kv_heads not in (1, hp.num_heads):
-        raise CheckpointError(f"num_kv_heads is {hp.num_kv_heads}; expected 1 (multi-query) or num_heads = {hp.num_heads}.")
+        raise CheckpointError(
+            f"num_kv_heads is {hp.num_kv_heads}; expected 1 (multi-query) or num_heads = {hp.num_heads}."
+        )
     if not 0 < hp.norm_epsilon < 1:
         raise CheckpointError(f"norm_epsilon is {hp.norm_epsilon}; expected a number between 0 and 1.")
 
@@ -163,7 +173,13 @@ def fold(hp: HParams, file: GGUFFile) -> tuple[HParams, Mapping[str, np.ndarray]
     if hp.num_heads == 1 or hp.num_kv_heads != hp.num_heads:
         return hp, {}
     folded = hp.replace(num_kv_heads=1, kv_size=hp.head_dim)
-    keep = np.concatenate([np.arange(hp.hidden_size), hp.hidden_size + np.arange(hp.head_dim), 2 * hp.hidden_size + np.arange(hp.head_dim)])
+    keep = np.concatenate(
+        [
+            np.arange(hp.hidden_size),
+            hp.hidden_size + np.arange(hp.head_dim),
+            2 * hp.hidden_size + np.arange(hp.head_dim),
+        ]
+    )
     names = [f"blk.{i}.attn_qkv.{part}" for i in range(hp.num_layers) for part in ("weight", "bias")]
     for name in names:
         if name not in file.tensors or file.tensors[name].shape[0] != 3 * hp.hidden_size:
