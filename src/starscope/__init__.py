@@ -28,7 +28,7 @@ _HOME = {  # public name -> the module that defines it
     "load": "starscope.model",
 }
 
-__all__ = ["Completion", "Model", "StarscopeError", "__version__", "load"]  # noqa: F822
+__all__ = ["Completion", "Model", "StarscopeError", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:

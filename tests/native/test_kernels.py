@@ -24,8 +24,8 @@ ISAS = pytest.mark.parametrize("isa", kernels.isas())
 any_bits = st.integers(0, 2**32 - 1)
 # Ties, limits and the edges of float16's normal, subnormal and finite ranges, each with its two neighbours.
 EDGES = np.array(
-    [0.0, 2**-24, 2**-25, 3 * 2**-25, 2**-14, 65504.0, 65520.0, 1.0, 1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-8, 1 + 3 * 2**-8,
-     0.5, 127.0, 126.5, 8.0, 7.5, 2**-126, 2**-149, 2**-128, 2**-127, 3e38],
+    [0.0, 2**-24, 2**-25, 3 * 2**-25, 2**-14, 65504.0, 65520.0, 1.0, 1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-8,
+     1 + 3 * 2**-8, 0.5, 127.0, 126.5, 8.0, 7.5, 2**-126, 2**-149, 2**-128, 2**-127, 3e38],
     np.float32,
 )  # fmt: skip
 EDGES = np.concatenate([EDGES, np.nextafter(EDGES, np.float32(0)), np.nextafter(EDGES, np.float32(3.4e38)), [np.inf]])
@@ -166,6 +166,22 @@ def block(*head: float) -> np.ndarray:
 def test_q8_0_rounds_halves_away_from_zero(isa):
     quants = encode(Q8_0, block(127.0, 0.5, -0.5, 1.5, -1.5, 2.4999998, np.nextafter(np.float32(0.5), 0)), isa)[0, 2:9]
     assert quants.view(np.int8).tolist() == [127, 1, -1, 2, -2, 2, 0]
+
+
+@ISAS
+@pytest.mark.parametrize("type_id", [Q4_0, Q8_0], ids=["Q4_0", "Q8_0"])
+def test_values_on_the_edge_between_two_quants_round_as_in_gguf(isa, type_id):
+    rng = np.random.default_rng(3)
+    largest = rng.uniform(0.01, 10, (4096, 1)).astype(np.float32)
+    levels = 8 if type_id == Q4_0 else 127
+    edge = ((rng.integers(-levels, levels, (4096, 31)) + 0.5) * (largest / levels)).astype(np.float32)
+    values = np.concatenate([largest, np.clip(edge, -largest, largest)], axis=1)
+    for step in (
+        values,
+        np.nextafter(values, np.float32(0)),
+        np.nextafter(values, np.float32(99)).clip(-largest, largest),
+    ):
+        assert same_bits(encode(type_id, step, isa), oracle_encode(type_id, step))
 
 
 @ISAS
