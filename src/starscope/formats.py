@@ -1,8 +1,8 @@
 """How GGUF stores weights: each format packs `block_size` values into `block_bytes` bytes.
 
-A quant block is a scale (float16), sometimes a minimum, and small integers q: a value is about `scale * q + minimum`. The K
-formats pack 256 values and keep integer scales for groups of 16 or 32. The NumPy functions here are the definition; compiled
-kernels of `starscope.native`, equal to them bit for bit, run in their place where they exist.
+A quant block is a scale (float16), sometimes a minimum, and small integers q: a value is about `scale * q + minimum`.
+The K formats pack 256 values and keep integer scales for groups of 16 or 32. The NumPy functions here are the
+definition; compiled kernels of `starscope.native`, equal to them bit for bit, run in their place where they exist.
 
     q8_0 = find_format("q8_0")
     raw = encode(q8_0, weight)       # float32 [rows cols] -> uint8 [rows row_bytes]
@@ -83,19 +83,21 @@ KNOWN_TYPES: Mapping[int, StoredType] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Format:
-    """One row of the table of formats. `decode` and `encode` work on quant blocks: uint8 [n block_bytes] and float32 [n block_size]."""
+    """One row of the table of formats. `decode` and `encode` work on n quant blocks, as the functions below say."""
 
     name: str
     type_id: int
     block_size: int  # values
     block_bytes: int  # bytes
-    decode: Callable[[Bytes], Floats]
-    encode: Callable[[Floats], Bytes] | None
+    decode: Callable[[Bytes], Floats]  # [n block_bytes] -> [n block_size]
+    encode: Callable[[Floats], Bytes] | None  # [n block_size] -> [n block_bytes]; None: starscope does not write it
 
     def row_bytes(self, cols: int) -> int:
         """The bytes of a row of `cols` values; InvalidContentError when they are not whole quant blocks."""
         if cols % self.block_size:
-            raise InvalidContentError(f"a row of {cols} values cannot be stored as {self.name}, which packs {self.block_size} values at a time.")
+            raise InvalidContentError(
+                f"a row of {cols} values cannot be stored as {self.name}, which packs {self.block_size} at a time."
+            )
         return cols // self.block_size * self.block_bytes
 
     def nbytes(self, shape: Sequence[int]) -> int:
@@ -117,9 +119,11 @@ def format_by_id(type_id: int) -> Format | None:
 
 
 def decode(fmt: Format, raw: Bytes, *, threads: int | None = None) -> Floats:
-    """uint8 [.. row_bytes] -> float32 [.. cols]. F32 comes back as a view of `raw` where it can, every other format as a new array."""
+    """uint8 [.. row_bytes] -> float32 [.. cols]: a new array, or, for F32, a view of `raw` where it can be one."""
     if raw.shape[-1] % fmt.block_bytes:
-        raise InvalidContentError(f"a row of {raw.shape[-1]} bytes is not {fmt.name}, whose blocks are {fmt.block_bytes} bytes.")
+        raise InvalidContentError(
+            f"a row of {raw.shape[-1]} bytes is not {fmt.name}, whose blocks are {fmt.block_bytes} bytes."
+        )
     raw = np.ascontiguousarray(raw)
     if raw.ctypes.data % 4:
         raw = raw.copy()  # kernels and views of float32 want aligned addresses
@@ -128,16 +132,16 @@ def decode(fmt: Format, raw: Bytes, *, threads: int | None = None) -> Floats:
     values = np.empty((*raw.shape[:-1], raw.shape[-1] // fmt.block_bytes * fmt.block_size), np.float32)
     module = kernels()
     if module is not None and fmt.type_id in module.decodes():
-        module.decode(fmt.type_id, raw.reshape(-1, raw.shape[-1]), values.reshape(-1, values.shape[-1]), threads or _cpus())
+        module.decode(fmt.type_id, _as_rows(raw), _as_rows(values), threads or _cpus())
     else:
         _by_chunks(fmt.decode, raw.reshape(-1, fmt.block_bytes), values.reshape(-1, fmt.block_size))
     return values
 
 
 def encode(fmt: Format, values: Floats, *, threads: int | None = None) -> Bytes:
-    """float32 [.. cols] -> uint8 [.. row_bytes]. F32 comes back as a view of `values`, every other format as a new array.
+    """float32 [.. cols] -> uint8 [.. row_bytes]: a new array, or, for F32, a view of `values` where it can be one.
 
-    A value outside float16's range becomes an infinity in F16 or in a block's scale, as everywhere else: whoever converts looks for it.
+    What float16 cannot hold becomes an infinity, in F16 or in a block's scale: whoever converts has to look for it.
     """
     if fmt.encode is None:
         known = ", ".join(f.name for f in FORMATS.values() if f.encode is not None)
@@ -148,10 +152,14 @@ def encode(fmt: Format, values: Floats, *, threads: int | None = None) -> Bytes:
     raw = np.empty((*values.shape[:-1], fmt.row_bytes(values.shape[-1])), np.uint8)
     module = kernels()
     if module is not None and fmt.type_id in module.encodes():
-        module.encode(fmt.type_id, values.reshape(-1, values.shape[-1]), raw.reshape(-1, raw.shape[-1]), threads or _cpus())
+        module.encode(fmt.type_id, _as_rows(values), _as_rows(raw), threads or _cpus())
     else:
         _by_chunks(fmt.encode, values.reshape(-1, fmt.block_size), raw.reshape(-1, fmt.block_bytes))
     return raw
+
+
+def _as_rows(x: NDArray[Any]) -> NDArray[Any]:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _cpus() -> int:
@@ -175,14 +183,14 @@ def _half(b: Bytes, at: int) -> Floats:
 
 
 def _unpack(packed: Bytes, width: int, group: int) -> Bytes:
-    """Fields of `width` bits -> uint8 [n fields]. Each group of `group` bytes holds the low fields of all its bytes first, then the next."""
+    """Fields of `width` bits -> uint8 [n fields]: of each `group` bytes, the low field of every byte, then the next."""
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     runs = packed.reshape(len(packed), -1, 1, group) >> shifts  # [n groups 8/width group]
     return (runs & np.uint8((1 << width) - 1)).reshape(len(packed), -1)
 
 
 def _grouped(q: NDArray[Any], scale: Floats, minimum: Floats | None = None) -> Floats:
-    """scale * q - minimum, for q [n values] and one scale and one minimum a group [n groups]."""
+    """`scale * q - minimum`, for q [n values] and one scale and one minimum a group [n groups]."""
     values = scale[:, :, None] * q.reshape(*scale.shape, -1).astype(np.float32)
     if minimum is not None:
         values -= minimum[:, :, None]
@@ -192,8 +200,8 @@ def _grouped(q: NDArray[Any], scale: Floats, minimum: Floats | None = None) -> F
 def _six_bit_scales_and_minima(b: Bytes) -> tuple[Floats, Floats]:
     """Q4_K and Q5_K: 8 scales and 8 minima of 6 bits in 12 bytes, times the block's own scales -> float32 [n 8] each.
 
-    Bytes 0-3 and 4-7 hold scales and minima 0-3 in their low 6 bits; bytes 8-11 the low 4 bits of scales (low nibble) and minima
-    (high nibble) 4-7, whose high 2 bits are the high 2 bits of bytes 0-3 and 4-7.
+    Bytes 0-3 and 4-7 hold scales and minima 0-3 in their low 6 bits; bytes 8-11 the low 4 bits of scales (low nibble)
+    and minima (high nibble) 4-7, whose high 2 bits are the high 2 bits of bytes 0-3 and 4-7.
     """
     low, middle, rest = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = np.concatenate([low & 63, (rest & 15) | (low >> 6 << 4)], axis=1)
@@ -202,7 +210,7 @@ def _six_bit_scales_and_minima(b: Bytes) -> tuple[Floats, Floats]:
 
 
 def _nibbles(x: Floats, inverse_scale: Floats, offset: float, top: int) -> Bytes:
-    """trunc(x / scale + offset), at most `top`; 0 where that is no number (a scale too small to divide by, or not finite)."""
+    """`trunc(x / scale + offset)`, at most `top`; 0 where that is not finite, as for a scale too small to divide by."""
     q = x * inverse_scale + np.float32(offset)
     return np.where(np.isfinite(q), np.minimum(q, np.float32(top)), np.float32(0)).astype(np.uint8)
 
@@ -296,20 +304,20 @@ def _decode_iq4_nl(b: Bytes) -> Floats:
 
 
 def _decode_q2_k(b: Bytes) -> Floats:
-    """16 groups of 16. Bytes: 16 of scale and minimum (4 bits each), 64 of q (2 bits), the block's scale, its scale of minima."""
+    """16 groups of 16. Bytes: 16 of scale and minimum (4 bits each), 64 of q (2 bits), scale, scale of minima."""
     scales, minima = (b[:, :16] & 15).astype(np.float32), (b[:, :16] >> 4).astype(np.float32)
     return _grouped(_unpack(b[:, 16:80], 2, 32), _half(b, 80) * scales, _half(b, 82) * minima)
 
 
 def _decode_q3_k(b: Bytes) -> Floats:
-    """16 groups of 16. Bytes: 32 of high bits, 64 of low 2 bits, 12 of 6-bit scales, the block's scale. A high bit that is 0 takes 4 away."""
+    """16 groups of 16. Bytes: 32 of high bits (1: add 4), 64 of low 2 bits, 12 of 6-bit scales, scale. q - 4 counts."""
     q = _unpack(b[:, 32:96], 2, 32) | _unpack(b[:, :32], 1, 32) << 2
     scales = _unpack(b[:, 96:104], 4, 8) | _unpack(b[:, 104:108], 2, 4) << 4
     return _grouped(q.astype(np.int8) - 4, _half(b, 108) * (scales.astype(np.float32) - 32))
 
 
 def _decode_q4_k(b: Bytes) -> Floats:
-    """8 groups of 32. Bytes: the block's scale, its scale of minima, 12 of scales and minima, 128 of q (4 bits)."""
+    """8 groups of 32. Bytes: scale, scale of minima, 12 of both for the groups, 128 of q (4 bits)."""
     return _grouped(_unpack(b[:, 16:], 4, 32), *_six_bit_scales_and_minima(b))
 
 
@@ -320,7 +328,7 @@ def _decode_q5_k(b: Bytes) -> Floats:
 
 
 def _decode_q6_k(b: Bytes) -> Floats:
-    """16 groups of 16. Bytes: 128 of low 4 bits, 64 of high 2 bits, 16 scales (int8), the block's scale."""
+    """16 groups of 16. Bytes: 128 of low 4 bits, 64 of high 2 bits, 16 scales (int8), scale. q - 32 counts."""
     q = _unpack(b[:, :128], 4, 64) | _unpack(b[:, 128:192], 2, 32) << 4
     return _grouped(q.astype(np.int8) - 32, _half(b, 208) * b[:, 192:208].view(np.int8).astype(np.float32))
 

@@ -1,10 +1,11 @@
-"""The GGUF container: its constants, its metadata values, and the rules that a file has to keep, for the reader and the writer alike.
+"""The GGUF container: constants, metadata values, and the rules that a file has to keep, for reader and writer alike.
 
-All numbers are little-endian. A file is a header (magic, version, counts), the metadata (key, type, value), the directory of tensors
-(name, dimensions with the fastest first, type, offset), and, from the next multiple of the alignment on, the tensors' bytes.
+All numbers are little-endian. A file is a header (magic, version, counts), the metadata (key, type, value), the
+directory of tensors (name, dimensions with the fastest first, type, offset), and, from the next multiple of the
+alignment on, the tensors' bytes.
 
-A `Value` keeps the bytes that the file has and decodes them when asked, so that a vocabulary nobody looks at costs nothing and is
-copied from file to file unchanged:
+A `Value` keeps the bytes that the file has and decodes them when asked, so that a vocabulary nobody looks at costs
+nothing and is copied from file to file unchanged:
 
     {"general.name": string("tiny"), "tiny.block_count": u32(20), "tokenizer.ggml.tokens": strings(pieces)}
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -73,7 +74,7 @@ class ValueType(IntEnum):
     FLOAT64 = 12
 
 
-SCALARS = MappingProxyType(
+SCALARS: Mapping[ValueType, np.dtype[Any]] = MappingProxyType(
     {
         ValueType.UINT8: np.dtype("<B"),
         ValueType.INT8: np.dtype("<b"),
@@ -97,7 +98,7 @@ Data = int | float | bool | str | NDArray[Any] | list[str]
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A metadata value: its type and, in `payload`, its bytes as the file has them (an array's elements without type and count)."""
+    """A metadata value: its type, and in `payload` the bytes of the number, the text or the elements as in the file."""
 
     type: ValueType
     element_type: ValueType | None
@@ -106,15 +107,13 @@ class Value:
 
     @cached_property
     def data(self) -> Data:
-        """The value as Python or NumPy data. Array elements that are not UTF-8 keep their bytes as surrogate escapes."""
+        """The value as Python or NumPy data. Elements that are not UTF-8 keep their bytes as surrogate escapes."""
         if self.type is ValueType.STRING:
             return self.payload.decode()
-        if self.type is not ValueType.ARRAY:
-            scalar: int | float | bool = np.frombuffer(self.payload, SCALARS[self.type])[0].item()
-            return scalar
-        if self.element_type in SCALARS:
-            return np.frombuffer(self.payload, SCALARS[self.element_type])
-        return self._strings()
+        if self.element_type is ValueType.STRING:
+            return self._strings()
+        values = np.frombuffer(self.payload, SCALARS[self.element_type or self.type])
+        return values if self.type is ValueType.ARRAY else values.tolist()[0]
 
     def _strings(self) -> list[str]:
         payload, length_at = self.payload, struct.Struct("<Q").unpack_from
@@ -127,9 +126,11 @@ class Value:
 
     def encoded(self) -> bytes:
         """Type and value as they stand in a file."""
-        if self.element_type is None:
-            return struct.pack("<I", self.type) + self.payload
-        return struct.pack("<IIQ", self.type, self.element_type, self.count) + self.payload
+        if self.type is ValueType.STRING:
+            return struct.pack("<IQ", self.type, len(self.payload)) + self.payload
+        if self.element_type is not None:
+            return struct.pack("<IIQ", self.type, self.element_type, self.count) + self.payload
+        return struct.pack("<I", self.type) + self.payload
 
     def __eq__(self, other: object) -> bool:
         """The same type and the same bytes: NaN equals itself, and 1 is not 1.0."""
@@ -244,7 +245,9 @@ def name_problem(name: bytes) -> str | None:
         text = name.decode()
     except UnicodeDecodeError:
         return f"the tensor name {name!r}, which is not UTF-8"
-    return f"the tensor name {text!r}; control characters and slashes are not allowed" if _NAME_REFUSED.search(text) else None
+    if _NAME_REFUSED.search(text):
+        return f"the tensor name {text!r}; control characters and slashes are not allowed"
+    return None
 
 
 def shape_problem(shape: Sequence[int], type_id: int) -> str | None:

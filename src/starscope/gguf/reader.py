@@ -1,8 +1,9 @@
 """Reading a GGUF file: mapped, and trusted in nothing.
 
-Every length and count is compared with the bytes that are left before anything is allocated or skipped, so that a file of n bytes
-costs at most a small multiple of n, whatever it claims. What is wrong is a GGUFError that says where (the byte), what, and what was
-expected. Weights stay in the file until `raw` or `array` is asked for them; the parts of a split model are opened as one file.
+Every length and count is compared with the bytes that are left before anything is allocated or skipped, so that a file
+of n bytes costs at most a small multiple of n, whatever it claims. What is wrong is a GGUFError that says where (the
+byte), what, and what was expected. Weights stay in the file until `raw` or `array` is asked for them; the parts of a
+split model are opened as one file.
 
     with read_gguf("model.gguf") as file:
         file.get("general.name"), file.tensors["output_norm.weight"].shape, file.array("output_norm.weight")
@@ -59,7 +60,7 @@ _OLD_MAGICS = (b"lmgg", b"tjgg", b"fmgg", b"algg")  # the formats of ggml before
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is and how it is stored. `format` is None when starscope knows the type's size and cannot decode it."""
+    """Where a tensor is and how it is stored. `format` is None for a type that starscope cannot decode."""
 
     name: str
     shape: tuple[int, ...]  # torch order: [out in]
@@ -111,14 +112,16 @@ class GGUFFile:
         if self._parts is None:
             raise InputError(f"{self.path} is closed; {name} can no longer be read from it.")
         row_bytes = info.nbytes // info.rows
-        data = self._parts[info.part].bytes()[info.offset + start * row_bytes : info.offset + stop * row_bytes]
+        data = self._parts[info.part].data()[info.offset + start * row_bytes : info.offset + stop * row_bytes]
         return data.reshape(stop - start, row_bytes)
 
     def array(self, name: str) -> Floats:
         """A tensor's values as float32 in torch order. F32 is mapped and read-only, every other format a new array."""
         info = self.info(name)
         if info.format is None:
-            raise UnsupportedError(f"{name} in {self.path} is stored as {info.type_name}, which starscope cannot decode.")
+            raise UnsupportedError(
+                f"{name} is stored as {info.type_name}, which starscope cannot decode ({self.path})."
+            )
         return decode(info.format, self.raw(name)).reshape(info.shape)
 
     def info(self, name: str) -> TensorInfo:
@@ -136,7 +139,7 @@ class GGUFFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -146,8 +149,8 @@ class GGUFFile:
 def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     """Opens a GGUF file (version 2 or 3), with all parts of a split model when it is the first of them.
 
-    Raises GGUFError for a file that contradicts itself or the format, InputError for one that cannot be read, and UnsupportedError
-    for big-endian files and for other versions.
+    Raises GGUFError for a file that contradicts itself or the format, InputError for one that cannot be read, and
+    UnsupportedError for big-endian files and for other versions.
     """
     first = _Part(Path(path), 0)
     count = first.split_number("split.count", 0)
@@ -163,12 +166,11 @@ def _other_parts(first: _Part, count: int) -> list[_Part]:
     number = first.split_number("split.no", -1)
     match = _PART_NAME.fullmatch(first.path.name)
     if match is None or (int(match[2]), int(match[3])) != (number + 1, count):
-        raise GGUFError(
-            f"{first.path} says that it is part {number + 1} of {count}; its name should end in -{number + 1:05}-of-{count:05}.gguf."
-        )
+        expected_end = f"-{number + 1:05}-of-{count:05}.gguf"
+        raise GGUFError(f"{first.path} is part {number + 1} of {count}, so its name should end in {expected_end}.")
     names = [f"{match[1]}-{i + 1:05}-of-{count:05}.gguf" for i in range(count)]
     if number != 0:
-        raise GGUFError(f"{first.path} is part {number + 1} of {count} of a model.", hint=f"Open the first part, {names[0]}.")
+        raise GGUFError(f"{first.path} is part {number + 1} of {count}.", hint=f"Open the first part, {names[0]}.")
     folder, parts = os.path.dirname(os.path.realpath(first.path)), []
     seen = set(first.tensors)
     for i, name in enumerate(names[1:], start=1):
@@ -187,7 +189,7 @@ def _other_parts(first: _Part, count: int) -> list[_Part]:
         parts.append(part)
     expected = first.split_number("split.tensors.count", len(seen))
     if expected != len(seen):
-        raise GGUFError(f"the {count} parts of {first.path} hold {len(seen)} tensors; split.tensors.count says {expected}.")
+        raise GGUFError(f"{first.path}: its parts hold {len(seen)} tensors; split.tensors.count says {expected}.")
     return parts
 
 
@@ -203,7 +205,8 @@ class _Part:
         self._elements = 0
         self.version = self._read_version()
         tensor_count = self._read_count("tensors", MAX_TENSORS, MIN_TENSOR_ENTRY_BYTES)
-        self.metadata: dict[str, Value] = self._read_metadata(self._read_count("metadata keys", MAX_KEYS, MIN_ENTRY_BYTES))
+        key_count = self._read_count("metadata keys", MAX_KEYS, MIN_ENTRY_BYTES)
+        self.metadata = self._read_metadata(key_count)
         self.alignment = self._read_alignment()
         entries = self._read_directory(tensor_count)
         self.tensors, self.unused_bytes = self._place(entries)
@@ -212,8 +215,8 @@ class _Part:
         with contextlib.suppress(BufferError):  # an array still looks at the mapping, which goes with it
             self._map.close()
 
-    def bytes(self) -> Bytes:
-        """The whole file, mapped. A file that has become shorter since would end the process at the first touch: it is refused."""
+    def data(self) -> Bytes:
+        """The whole file, mapped; refused when it has become shorter, as touching it would then end the process."""
         size = self._map.size()
         if size < self._size:
             raise GGUFError(f"{self.path} had {self._size} bytes when it was opened and has {size} now.")
@@ -259,16 +262,20 @@ class _Part:
         magic = self._bytes(len(MAGIC), "the magic")
         if magic != MAGIC:
             hint = "It is an older ggml format; convert the original model again." if magic in _OLD_MAGICS else ""
-            raise GGUFError(f"{self.path} is not a GGUF file: it starts with {magic!r}, expected {MAGIC!r} (byte 0).", hint=hint)
+            raise GGUFError(
+                f"{self.path} is no GGUF file: it starts with {magic!r}, not {MAGIC!r} (byte 0).", hint=hint
+            )
         version = self._u32("the version")
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         if version & 0xFFFF == 0 and 1 <= swapped <= 0xFFFF:
-            raise UnsupportedError(f"{self.path} is a big-endian GGUF file (byte 4); starscope reads little-endian ones.")
+            raise UnsupportedError(f"{self.path} is big-endian (byte 4); starscope reads little-endian GGUF files.")
         if version == 0:
             raise self._fail("GGUF version 0, which does not exist", 4)
         if version not in READABLE_VERSIONS:
             hint = "Convert the original model again." if version == 1 else "A newer starscope may read it."
-            raise UnsupportedError(f"{self.path} is GGUF version {version} (byte 4); starscope reads versions 2 and 3.", hint=hint)
+            raise UnsupportedError(
+                f"{self.path} is GGUF version {version} (byte 4); starscope reads 2 and 3.", hint=hint
+            )
         return version
 
     def _read_count(self, what: str, most: int, entry_bytes: int) -> int:
@@ -277,7 +284,8 @@ class _Part:
         if count > most:
             raise self._fail(f"{count} {what} are announced; at most {most} are allowed", at)
         if count * entry_bytes > self._size - self._at:
-            raise self._fail(f"{count} {what} are announced, which need {count * entry_bytes} bytes; {self._size - self._at} are left", at)
+            needed, left = count * entry_bytes, self._size - self._at
+            raise self._fail(f"{count} {what} are announced, which need {needed} bytes; {left} are left", at)
         return count
 
     # Metadata
@@ -337,10 +345,13 @@ class _Part:
         count = self._u64(f"the length of {key}")
         least = count * (_LENGTH.size if element is ValueType.STRING else SCALARS[element].itemsize)
         if least > self._size - self._at:
-            raise self._fail(f"{key} has {count} elements, which need {least} bytes; {self._size - self._at} are left", at)
+            left = self._size - self._at
+            raise self._fail(f"{key} has {count} elements, which need {least} bytes; {left} are left", at)
         self._elements += count
         if self._elements > MAX_ARRAY_ELEMENTS:
-            raise self._fail(f"{key} brings the array elements to {self._elements}; at most {MAX_ARRAY_ELEMENTS} are allowed", at)
+            raise self._fail(
+                f"{key} brings the array elements to {self._elements}; {MAX_ARRAY_ELEMENTS} are allowed", at
+            )
         start = self._at
         if element is ValueType.STRING:
             self._pass_strings(key, count)
@@ -352,7 +363,7 @@ class _Part:
         return Value(ValueType.ARRAY, element, count, payload)
 
     def _pass_strings(self, key: str, count: int) -> None:
-        """Goes from length to length over `count` texts, without looking at them: this is most of the time of reading a vocabulary."""
+        """Goes from length to length over `count` texts: nearly all of the time that reading a vocabulary takes."""
         at, last, buffer, length_at = self._at, self._size - _LENGTH.size, self._map, _LENGTH.unpack_from
         for _ in range(count):
             if at > last:
@@ -399,13 +410,15 @@ class _Part:
         if problem := shape_problem(shape, type_id):
             raise self._fail(f"{name} has {problem}", at)
         if offset % self.alignment:
-            raise self._fail(f"{name} is at offset {offset}, which is not a multiple of the alignment, {self.alignment}", at)
+            raise self._fail(
+                f"{name} is at offset {offset}; expected a multiple of {self.alignment}, the alignment", at
+            )
         kind = KNOWN_TYPES[type_id]
         nbytes = math.prod(shape) // kind.block_size * kind.block_bytes
         return TensorInfo(name, shape, type_id, format_by_id(type_id), offset, nbytes, self._number)
 
     def _place(self, entries: dict[str, TensorInfo]) -> tuple[dict[str, TensorInfo], int]:
-        """The entries with offsets from the start of the file, each in the file and none in another; and the bytes nobody uses."""
+        """The entries, none over another, with offsets from the start of the file; and the bytes that nobody uses."""
         start = self._at + padding(self._at, self.alignment)
         end, unused, previous = start, 0, ""
         for info in sorted(entries.values(), key=lambda info: info.offset):
@@ -413,8 +426,9 @@ class _Part:
             if offset < end:
                 raise self._fail(f"the tensors {previous} and {info.name} overlap", offset)
             if offset + info.nbytes > self._size:
-                found, expected = self._size, offset + info.nbytes
-                raise self._fail(f"{info.name} ends at byte {expected} and the file at {found}: {expected - found} bytes are missing", offset)
+                missing = offset + info.nbytes - self._size
+                problem = f"{info.name} needs {info.nbytes} bytes and the file has {info.nbytes - missing} there"
+                raise self._fail(f"{problem}: {missing} are missing", offset)
             unused += offset - end - padding(end, self.alignment)
             end, previous = offset + info.nbytes, info.name
         unused += max(0, self._size - end - padding(end, self.alignment))
@@ -422,7 +436,7 @@ class _Part:
 
 
 def _map_file(path: Path) -> mmap.mmap:
-    """The file, mapped read-only. InputError when it is missing, unreadable or no regular file; GGUFError when it is too short."""
+    """The file, mapped read-only. InputError when it cannot be read or is no regular file; GGUFError when too short."""
     flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         descriptor = os.open(path, flags)  # O_NONBLOCK: a pipe without a writer would wait for ever
@@ -441,7 +455,8 @@ def _map_descriptor(path: Path, descriptor: int) -> mmap.mmap:
         kind = "a folder" if stat.S_ISDIR(status.st_mode) else "no regular file"
         raise InputError(f"{path} is {kind}; expected a GGUF file.")
     if status.st_size < HEADER_BYTES:
-        raise GGUFError(f"{path} has {status.st_size} bytes; a GGUF file has at least {HEADER_BYTES} (byte {status.st_size}).")
+        size = status.st_size
+        raise GGUFError(f"{path} ends after {size} bytes; a GGUF file has at least {HEADER_BYTES} (byte {size}).")
     try:
         return mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
