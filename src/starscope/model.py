@@ -29,7 +29,7 @@ from starscope.errors import CheckpointError, GGUFError, InputError, InvalidCont
 from starscope.family import Family, HParams, find_family_for_gguf, hparams_from_metadata
 from starscope.generate import Completion, Piece, generate, last_piece
 from starscope.gguf.reader import GGUFFile, read_gguf
-from starscope.graph import Graph, record
+from starscope.graph import record
 from starscope.mapping import map_checkpoint
 from starscope.sampling import SamplingOptions
 from starscope.tokenizer import Token, Tokenizer
@@ -114,12 +114,36 @@ class Model:
 
     @overload
     def generate(
-        self, prompt: str | Sequence[int], suffix: str | None = ..., *, stream: Literal[False] = ..., **options: Any
+        self,
+        prompt: str | Sequence[int],
+        suffix: str | None = ...,
+        *,
+        max_new_tokens: int = ...,
+        temperature: float = ...,
+        top_k: int = ...,
+        top_p: float = ...,
+        min_p: float = ...,
+        stop: str | Sequence[str] = ...,
+        seed: int | None = ...,
+        logprobs: int = ...,
+        stream: Literal[False] = ...,
     ) -> Completion: ...
 
     @overload
     def generate(
-        self, prompt: str | Sequence[int], suffix: str | None = ..., *, stream: Literal[True], **options: Any
+        self,
+        prompt: str | Sequence[int],
+        suffix: str | None = ...,
+        *,
+        max_new_tokens: int = ...,
+        temperature: float = ...,
+        top_k: int = ...,
+        top_p: float = ...,
+        min_p: float = ...,
+        stop: str | Sequence[str] = ...,
+        seed: int | None = ...,
+        logprobs: int = ...,
+        stream: Literal[True],
     ) -> Iterator[Piece]: ...
 
     def generate(
