@@ -1,0 +1,342 @@
+"""A Hugging Face folder becomes one GGUF file, tensor by tensor, through a few megabytes of memory.
+
+What goes into the file follows from the folder alone (no path, no time), so the same folder gives the same bytes.
+Norms, biases and positions stay F32; the rest takes the target format, or F16 where its rows are not whole blocks.
+
+    report = convert("starcoderbase-1b", to="q8_0", verify=True)
+    print(report.out, report.bytes, report.notes)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from starscope.checkpoint import Checkpoint, WeightFile, open_checkpoint
+from starscope.errors import OutputExistsError, UnsupportedError, UsageError, VerificationError
+from starscope.family import Family, HParams, find_family_for_config, metadata_from_hparams, read_config
+from starscope.formats import Bytes, Floats, Format, decode, encode, find_format
+from starscope.gguf.format import Value, string, u32
+from starscope.gguf.reader import read_gguf
+from starscope.gguf.writer import OutputTensor, write_gguf
+from starscope.mapping import MappedCheckpoint, MappedTensor, map_checkpoint
+from starscope.tokenizer import Tokenizer
+
+Progress = Callable[[int, int], None]
+"""Is told the bytes done and the bytes in all."""
+
+CHUNK_BYTES = 4 << 20
+"""Read and encoded at a time: enough for two threads to share, little enough to stay in a core's cache."""
+FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
+"""`general.file_type` of a file whose matrices are in a format; also the formats that can be asked for."""
+QUANTIZATION_VERSION = 2  # of ggml's block layouts, those of formats.py
+FALLBACK = "F16"  # for rows that are not whole quant blocks
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+LICENSE_KEYS = {"license": "general.license", "license_name": "general.license.name", "license_link": "general.license.link"}
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What was written: `bytes` of file, in `seconds`; `parameters` counts every value once. `notes` are for a person."""
+
+    out: Path
+    bytes: int
+    seconds: float
+    tensors: int
+    parameters: int
+    family: str
+    format: str
+    notes: list[str]
+
+
+def convert(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    to: str = "f16",
+    vocab_only: bool = False,
+    expand_mqa: bool = False,
+    verify: bool = False,
+    force: bool = False,
+    allow_unknown: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Convert the folder `source` to the file `out` (default: `ggml-model-<to>.gguf` in the folder).
+
+    `vocab_only` writes the metadata without tensors. `expand_mqa` repeats the one key and value head of a multi-query
+    model for every query head, as the first converter did. `verify` reads the file back and compares every value with
+    the source rounded to its format, before the file takes its name. `allow_unknown` names config keys to pass over.
+
+    Raises OutputExistsError unless `force`, InputError and CheckpointError for the folder, UnsupportedError for what
+    starscope does not do, DoesNotFitError and OutputError for the disk, VerificationError. Whatever is raised,
+    KeyboardInterrupt included, nothing is left behind.
+    """
+    began = time.perf_counter()
+    target = target_format(to)
+    with open_checkpoint(source, weights=not vocab_only) as checkpoint:
+        name = "ggml-vocab" if vocab_only else f"ggml-model-{to.lower()}"
+        path = Path(out) if out is not None else checkpoint.folder / f"{name}.gguf"
+        check_output(path, force, inputs=(file for file in checkpoint.folder.iterdir() if file.suffix != ".gguf"))
+        tokenizer = Tokenizer.from_folder(checkpoint.folder, checkpoint.config, checkpoint.generation_config)
+        notes: list[str] = []
+        mapped = None if vocab_only else map_checkpoint(checkpoint, allow_unknown)
+        if mapped is None:
+            family, hp = _read_vocabulary_sizes(checkpoint, tokenizer, allow_unknown)
+        else:
+            family, hp = mapped.family, mapped.hparams
+            notes += mapped.notes
+        tensors, keys = _expanded(mapped, family, hp) if expand_mqa else (_tensors(mapped), {})
+        formats, fallen = choose_formats([(t.slot.gguf, t.slot.always_f32, t.shape) for t in tensors], target)
+        notes += fallen
+        pieces = [Piece(tensor, formats[tensor.slot.gguf]) for tensor in tensors]
+        parameters = sum(piece.tensor.slot.parameters for piece in pieces)
+        metadata = {
+            **_general_metadata(checkpoint, family, parameters),
+            **metadata_from_hparams(family, hp),
+            **keys,
+            **file_type_metadata(target),
+            **tokenizer.to_metadata(hp.vocab_size),
+        }
+        count = Counter(progress, sum(piece.nbytes for piece in pieces) * (2 if verify else 1))
+        outputs = [OutputTensor(p.name, p.tensor.shape, p.format, count.counted(p.chunks)) for p in pieces]
+        check = (lambda written: _verify(written, pieces, count)) if verify else None
+        size = write_gguf(path, metadata, outputs, force=force, check=check)
+        seconds = time.perf_counter() - began
+        return ConversionReport(path, size, seconds, len(pieces), parameters, family.name, target.name, notes)
+
+
+def target_format(to: str) -> Format:
+    """The format to convert to, by name; UnsupportedError lists those that a whole file can be in."""
+    if to.upper() not in FILE_TYPES:
+        raise UnsupportedError(f"{to} is not a type to convert to; there are: {', '.join(FILE_TYPES)}.")
+    return find_format(to)
+
+
+def check_output(path: Path, force: bool, inputs: Iterable[Path]) -> None:
+    """Refuse, before any work, an output that exists without `force`, and one that is an input whatever `force` says."""
+    if not os.path.lexists(path):
+        return
+    if not force:
+        raise OutputExistsError(f"{path} exists.", hint="Use --force to replace it.")
+    if path.exists() and any(path.samefile(file) for file in inputs if file.exists()):
+        raise UsageError(f"{path} is an input of this conversion; expected another output.")
+
+
+def choose_formats(
+    tensors: Iterable[tuple[str, bool, tuple[int, ...]]], target: Format
+) -> tuple[dict[str, Format], list[str]]:
+    """The format of each tensor (name, always F32, shape), and a note about those that cannot have the target."""
+    chosen: dict[str, Format] = {}
+    fallen: list[str] = []
+    for name, always_f32, shape in tensors:
+        if always_f32:
+            chosen[name] = find_format("F32")
+        elif shape[-1] % target.block_size:
+            chosen[name] = find_format(FALLBACK)
+            fallen.append(name)
+        else:
+            chosen[name] = target
+    listed = ", ".join(fallen[:3]) + (f" and {len(fallen) - 3} more" if len(fallen) > 3 else "")
+    notes = [f"rows that are not whole blocks of {target.block_size} are {FALLBACK}: {listed}."] if fallen else []
+    return chosen, notes
+
+
+def file_type_metadata(target: Format) -> dict[str, Value]:
+    """The keys that say what format a file's matrices are in."""
+    return {
+        "general.file_type": u32(FILE_TYPES[target.name]),
+        "general.quantization_version": u32(QUANTIZATION_VERSION),
+    }
+
+
+def encode_checked(name: str, format_: Format, values: Floats) -> Bytes:
+    """Encode; UnsupportedError when a value is too large for float16, which would make it infinite in silence."""
+    raw = encode(format_, values)
+    if format_.name in ("F32", "BF16"):
+        return raw
+    is_blocks = format_.block_size > 1  # a quant block begins with its scale, a float16
+    halves = raw.reshape(-1, format_.block_bytes)[:, :2].copy() if is_blocks else raw
+    infinity = 0x7C00  # and all above it are NaN; with the sign bit, the largest uint16
+    if halves.view(np.int16).max(initial=0) < infinity and halves.view(np.uint16).max(initial=0) < infinity + 0x8000:
+        return raw
+    finite = np.abs(values, where=np.isfinite(values), out=np.zeros_like(values))
+    if is_blocks and not np.isfinite(values).all():
+        raise UnsupportedError(f"{name} holds a value that is not finite; {format_.name} cannot store it.")
+    if is_blocks or np.isinf(raw.view(np.float16)[np.isfinite(values)]).any():
+        raise UnsupportedError(
+            f"{name} holds values up to {finite.max():g}, which are too large for {format_.name}.",
+            hint="Convert to bf16 or f32.",
+        )
+    return raw
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of the output: where its values come from and how they are stored."""
+
+    tensor: MappedTensor
+    format: Format
+
+    @property
+    def name(self) -> str:
+        return self.tensor.slot.gguf
+
+    @property
+    def nbytes(self) -> int:
+        return self.format.nbytes(self.tensor.shape)
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Ranges of rows, each of about CHUNK_BYTES in the source."""
+        rows = self.tensor.num_rows
+        step = max(1, CHUNK_BYTES // max(1, self.tensor.stored.nbytes // max(1, self.tensor.stored.num_rows)))
+        return ((start, min(start + step, rows)) for start in range(0, rows, step))
+
+    def encoded(self, start: int, stop: int, buffer: Bytes | None = None) -> Bytes:
+        """Rows start … stop in the output's format: uint8 [rows row_bytes]. `buffer` may hold what is read."""
+        stored = self.tensor.stored.format
+        if stored == self.format:
+            return self.tensor.read_raw(start, stop)
+        raw = self.tensor.read_raw(start, stop, buffer)
+        return encode_checked(self.tensor.stored.name, self.format, decode(stored, raw))
+
+    def chunks(self) -> Iterator[Bytes]:
+        """The tensor's bytes in order. What is read passes through one buffer, which stays in the cache."""
+        buffer: Bytes | None = None
+        for start, stop in self.spans():
+            if buffer is None and len(self.tensor.shape) > 1:
+                buffer = np.empty((stop - start) * self.tensor.stored.row_bytes, np.uint8)
+            yield self.encoded(start, stop, buffer)
+
+
+class Counter:
+    """Adds up bytes and tells `progress` after each chunk."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._done, self._total = progress, 0, total
+
+    def add(self, size: int) -> None:
+        """`size` more bytes are done."""
+        self._done += size
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+    def counted(self, chunks: Callable[[], Iterator[Bytes]]) -> Callable[[], Iterator[Bytes]]:
+        """The same chunks, each counted once the next is asked for."""
+
+        def counting() -> Iterator[Bytes]:
+            for chunk in chunks():
+                yield chunk
+                self.add(chunk.nbytes)
+
+        return counting
+
+
+def _tensors(mapped: MappedCheckpoint | None) -> list[MappedTensor]:
+    return list(mapped.tensors.values()) if mapped is not None else []
+
+
+def _expanded(
+    mapped: MappedCheckpoint | None, family: Family, hp: HParams
+) -> tuple[list[MappedTensor], dict[str, Value]]:
+    """The tensors with repeated rows and the keys that say so; a family without such a form refuses."""
+    if family.expand is None:
+        raise UsageError(f"{family.name} has no form with repeated keys and values.")
+    copies, keys = family.expand(hp) if hp.num_kv_heads == 1 else ({}, family.expand(hp)[1])
+    tensors = [_repeated(tensor, copies) for tensor in _tensors(mapped)]
+    return tensors, {f"{family.gguf_architecture}.{key}": u32(value) for key, value in keys.items()}
+
+
+def _repeated(tensor: MappedTensor, copies: Mapping[str, np.ndarray]) -> MappedTensor:
+    wanted = copies.get(tensor.slot.gguf)
+    if wanted is None:
+        return tensor
+    return replace(tensor, rows=wanted if tensor.rows is None else tensor.rows[wanted])
+
+
+def _read_vocabulary_sizes(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, allow_unknown: Sequence[str]
+) -> tuple[Family, HParams]:
+    """Family and sizes without weights; a config without vocab_size has as many as the tokenizer."""
+    family = find_family_for_config(checkpoint.config)
+    return family, read_config(family, checkpoint.config, vocab_size=tokenizer.vocab_size, allow_unknown=allow_unknown)
+
+
+def _general_metadata(checkpoint: Checkpoint, family: Family, parameters: int) -> dict[str, Value]:
+    """The `general.*` keys: what the folder says about itself, and nothing about where it lies."""
+    origin = checkpoint.config.get("_name_or_path")
+    repository = origin if isinstance(origin, str) and HUB_NAME.fullmatch(origin) else None
+    label = size_label(parameters)
+    texts = {
+        "general.architecture": family.gguf_architecture,
+        "general.type": "model",
+        "general.name": repository.rsplit("/")[-1] if repository else f"{family.name} {label}".strip(),
+    }
+    if label:
+        texts["general.size_label"] = label
+    card = checkpoint.readme_metadata()
+    texts |= {LICENSE_KEYS[key]: value for key, value in card.items() if key in LICENSE_KEYS}
+    if repository:
+        texts["general.source.huggingface.repository"] = repository
+    return {key: string(text) for key, text in texts.items()}
+
+
+def size_label(parameters: int) -> str:
+    """The number of parameters with two digits and a unit, as GGUF file names have it: 164M, 1.1B; "" for none."""
+    if not parameters:
+        return ""
+    for unit, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if parameters > unit:
+            break
+    else:
+        unit, letter = 1000, "K"
+    scaled = parameters / unit
+    digits = max(2 - len(str(round(scaled)).lstrip("0")), 0)
+    return f"{scaled:.{digits}f}{letter}"
+
+
+def _verify(path: Path, pieces: Sequence[Piece], count: Counter) -> None:
+    """Compare every value of the file with the source rounded to its format; VerificationError names the first that differs.
+
+    The file is opened as any reader does, and its bytes are read, not mapped, so that a large one needs little memory.
+    """
+    with read_gguf(path) as file:
+        infos = file.tensors
+    if list(infos) != [piece.name for piece in pieces]:
+        raise VerificationError(f"{path} has {len(infos)} tensors; expected {len(pieces)}, in the order of the family.")
+    written = WeightFile(path)
+    for piece in pieces:
+        info = infos[piece.name]
+        if (info.shape, info.type_id) != (piece.tensor.shape, piece.format.type_id):
+            expected = f"{list(piece.tensor.shape)} as {piece.format.name}"
+            raise VerificationError(f"{piece.name} is {list(info.shape)} as {info.type_name}; expected {expected}.")
+        at = info.offset
+        for start, stop in piece.spans():
+            expected_raw = piece.encoded(start, stop)
+            found_raw = np.empty_like(expected_raw)
+            written.read_into(memoryview(found_raw.reshape(-1)), at)
+            _compare(piece, start, decode(piece.format, found_raw), decode(piece.format, expected_raw))
+            at += found_raw.nbytes
+            count.add(found_raw.nbytes)
+    written.close()
+
+
+def _compare(piece: Piece, start: int, found: Floats, expected: Floats) -> None:
+    """Bit for bit, so that NaN equals itself and -0 is not 0."""
+    different = found.view(np.uint32) != expected.view(np.uint32)
+    if not different.any():
+        return
+    with np.errstate(invalid="ignore"):
+        difference = np.abs(found.astype(np.float64) - expected)
+    largest = np.nanmax(difference[different], initial=0.0)
+    row = start + int(np.argmax(different.any(axis=1)))
+    raise VerificationError(
+        f"{piece.name} differs from {piece.tensor.stored.name} rounded to {piece.format.name} "
+        f"in {int(different.sum())} values from row {row} on, by up to {largest:g}.",
+        hint="The disk or the memory of this machine may be at fault; nothing was kept.",
+    )
