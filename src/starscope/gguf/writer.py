@@ -72,8 +72,11 @@ def write_gguf(
     *,
     force: bool = False,
     progress: Callable[[int], None] | None = None,
+    check: Callable[[Path], None] | None = None,
 ) -> int:
     """Writes a GGUF file (version 3) and returns its size in bytes. `progress` is called with the bytes of each piece.
+
+    `check` is given the finished file under its temporary name; when it raises, the file never takes the output's name.
 
     Raises OutputExistsError, before anything else is done, when `path` exists and `force` is not given; GGUFError for
     metadata, tensors or chunks that would not make a valid file; DoesNotFitError when the disk is too small;
@@ -84,7 +87,7 @@ def write_gguf(
     sizes = [_checked_size(tensor) for tensor in tensors]
     header = _header(metadata, tensors, sizes, alignment)
     total = len(header) + sum(size + padding(size, alignment) for size in sizes)
-    with _atomic_output(target, total, force) as output:
+    with _atomic_output(target, total, force, check) as output:
         for data in _contents(header, tensors, sizes, alignment):
             output.put(data)
             if progress is not None:
@@ -206,7 +209,9 @@ def _does_not_fit(path: Path, needed: int, free: int) -> DoesNotFitError:
 
 
 @contextlib.contextmanager
-def _atomic_output(path: Path, total: int, force: bool) -> Iterator[_Output]:
+def _atomic_output(
+    path: Path, total: int, force: bool, check: Callable[[Path], None] | None
+) -> Iterator[_Output]:
     """An output of `total` bytes that appears under `path` at the end of the block, or never when the block fails.
 
     Names are given relative to the open folder: the temporary name may be longer than the output's without meeting the
@@ -228,6 +233,8 @@ def _atomic_output(path: Path, total: int, force: bool) -> Iterator[_Output]:
             output.finish()
         finally:
             output.close()
+        if check is not None:
+            check(path.with_name(temporary))
         with _reasons(path):
             if not force and path.name in os.listdir(folder):
                 raise OutputExistsError(f"{path} was created meanwhile.", hint="Use --force to replace it.")
