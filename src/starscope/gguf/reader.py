@@ -87,6 +87,7 @@ class GGUFFile:
     def __init__(self, parts: list[_Part]) -> None:
         first = parts[0]
         self.path: Path = first.path
+        self.paths: tuple[Path, ...] = tuple(part.path for part in parts)
         self.version: int = first.version
         self.alignment: int = first.alignment
         self.metadata: dict[str, Value] = first.metadata
