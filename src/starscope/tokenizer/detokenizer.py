@@ -1,0 +1,30 @@
+"""Text from tokens that arrive one at a time: a character is given out when its last byte has come.
+
+Tokens are bytes, and a character may be spread over several of them. What `push` returns, one after the other, and
+what `finish` returns at the end are together exactly the text of all ids decoded at once.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable
+
+_make_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """Give it ids in order; bytes that are no UTF-8 become U+FFFD."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = _make_decoder("replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes, often empty inside a character of several tokens."""
+        return self._decoder.decode(self._token_bytes(token_id))
+
+    def finish(self) -> str:
+        """What is left of a character that was never completed. The detokenizer starts afresh."""
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text

@@ -1,0 +1,222 @@
+"""The tokenizer of a Hugging Face folder: tokenizer.json, or the older vocab.json with merges.txt.
+
+Beside either, tokenizer_config.json and special_tokens_map.json name special tokens, and config.json and
+generation_config.json give the ids that end a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from starscope.checkpoint import read_json
+from starscope.errors import InputError, TokenizerError, UnsupportedError
+from starscope.tokenizer.source import Source, split_merges
+from starscope.tokenizer.tokenizer_json import Added, Files, checked_vocab, read_added, read_tokenizer_json
+from starscope.tokenizer.vocabulary import Contents, Matching, Roles, TokenType, padding_piece
+
+ROLE_NAMES = {"bos": "bos_token", "eos": "eos_token", "unk": "unk_token", "pad": "pad_token"}
+SPECIAL_NAMES = (  # in the order in which transformers adds those that the vocabulary lacks
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+    "additional_special_tokens", "extra_special_tokens",
+)  # fmt: skip
+LISTED_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")  # the ones that vocab.json with merges.txt fully describes
+MAX_HOLES = 65_536  # ids without a token; more is a mistake
+
+
+def read_folder(folder: Path, config: Mapping[str, Any] | None, generation_config: Mapping[str, Any] | None) -> Source:
+    """The tokenizer of a folder. The configs are read from it when not given."""
+    settings_path = folder / "tokenizer_config.json"
+    settings = _read_optional(settings_path)
+    for key in ("add_prefix_space", "add_eos_token"):
+        if settings.get(key):
+            raise UnsupportedError(f"{settings_path}: {key} is {settings[key]!r}; supported: false.")
+    files = _read_files(folder, settings)
+    sources = (files.names, _read_optional(folder / "special_tokens_map.json"), settings)
+    names = {name: value for source in sources for name, value in source.items() if value is not None}
+    added = _check_ids(files, [*files.added, *_added_by_id(settings, settings_path)])
+    added = _mark_special(files, added, names)
+    contents = _make_contents(files, added)
+    config = _read_optional(folder / "config.json") if config is None else config
+    generation_config = (
+        _read_optional(folder / "generation_config.json") if generation_config is None else generation_config
+    )
+    add_bos = settings.get("add_bos_token")
+    return Source(
+        where=str(folder),
+        size=len(contents.pieces),
+        load=lambda: contents,
+        pre_tokenizer=files.pre_tokenizer,
+        roles=_read_roles(files, names, contents, (config, generation_config)),
+        add_bos=files.bos is not None if add_bos is None else bool(add_bos),
+        chat_templates=_read_templates(folder, settings),
+    )
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _read_files(folder: Path, settings: Mapping[str, Any]) -> Files:
+    if (folder / "tokenizer.json").exists():
+        return read_tokenizer_json(folder / "tokenizer.json")
+    listed = [name for name in ("vocab.json", "merges.txt") if (folder / name).exists()]
+    if len(listed) == 2:
+        return _read_lists(folder, settings)
+    if listed:
+        missing = "merges.txt" if "vocab.json" in listed else "vocab.json"
+        raise InputError(f"{folder} has {listed[0]} and no {missing}; a tokenizer needs both, or tokenizer.json.")
+    if (folder / "tokenizer.model").exists():
+        raise UnsupportedError(
+            f"{folder} has a SentencePiece tokenizer.model; supported: byte-level BPE, tokenizer.json."
+        )
+    raise InputError(f"{folder} has no tokenizer; expected tokenizer.json, or vocab.json with merges.txt.")
+
+
+def _read_lists(folder: Path, settings: Mapping[str, Any]) -> Files:
+    """vocab.json and merges.txt. They leave the pre-tokenizer to the class that reads them, which is GPT-2's."""
+    name = settings.get("tokenizer_class")
+    if name is not None and name not in LISTED_CLASSES:
+        raise UnsupportedError(
+            f"{folder} has vocab.json with merges.txt for {name}; supported in this form: {', '.join(LISTED_CLASSES)}.",
+            hint="Save the tokenizer as tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER).",
+        )
+    vocab = checked_vocab(read_json(folder / "vocab.json"), folder / "vocab.json")
+    added = checked_vocab(_read_optional(folder / "added_tokens.json"), folder / "added_tokens.json")
+    end = "<|endoftext|>"  # that class's own bos, eos and unk
+    return Files(
+        where=str(folder),
+        vocab=vocab,
+        merges=_read_merges(folder / "merges.txt"),
+        added=[Added(token_id, content, False, Matching(normalized=True)) for content, token_id in added.items()],
+        pre_tokenizer="gpt-2",
+        names=dict.fromkeys(("bos_token", "eos_token", "unk_token"), end) if end in vocab else {},
+    )
+
+
+def _read_merges(path: Path) -> list[tuple[str, str]]:
+    """One merge a line; a first line `#version …` is a header, and any other beginning with # is a merge."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError:
+        raise TokenizerError(f"{path} is not UTF-8.") from None
+    if lines[0].startswith("#version"):
+        del lines[0]
+    return split_merges((line.removesuffix("\r") for line in lines if line.strip()), str(path))
+
+
+def _added_by_id(settings: Mapping[str, Any], path: Path) -> list[Added]:
+    """The added_tokens_decoder of tokenizer_config.json: ids, as strings, to tokens."""
+    found = settings.get("added_tokens_decoder") or {}
+    if not isinstance(found, dict) or not all(key.isdecimal() for key in found):
+        raise TokenizerError(f"{path}: added_tokens_decoder is not a table from ids to tokens.")
+    return [read_added(entry, int(key), path) for key, entry in found.items()]
+
+
+def _check_ids(files: Files, tokens: Iterable[Added]) -> dict[int, Added]:
+    """Added tokens by id, later entries over earlier ones; no id may have two tokens, no token two ids."""
+    ids: dict[str, int] = {}
+    pieces: dict[int, str] = {}
+    added = {token.token_id: token for token in tokens}
+    for piece, token_id in [*files.vocab.items(), *((token.content, token.token_id) for token in tokens)]:
+        if pieces.setdefault(token_id, piece) != piece:
+            raise TokenizerError(f"{files.where}: {pieces[token_id]!r} and {piece!r} both have the id {token_id}.")
+        if ids.setdefault(piece, token_id) != token_id:
+            raise TokenizerError(f"{files.where}: {piece!r} has the ids {ids[piece]} and {token_id}.")
+    return added
+
+
+def _mark_special(files: Files, added: Mapping[int, Added], names: Mapping[str, Any]) -> dict[int, Added]:
+    """`added`, with every token that is named special; one that the vocabulary lacks gets the next id."""
+    marked = dict(added)
+    ids = dict(files.vocab) | {token.content: token.token_id for token in added.values()}
+    for content in (content for name in SPECIAL_NAMES for content in _contents_of(names.get(name))):
+        token_id = ids.setdefault(content, 1 + max(ids.values(), default=-1))
+        known = marked.get(token_id, Added(token_id, content, True, Matching()))
+        marked[token_id] = replace(known, special=True)
+    return marked
+
+
+def _contents_of(value: Any) -> list[str]:
+    """The tokens that a setting names: one, several or a table of them, each a text or an object with its content."""
+    if isinstance(value, dict):
+        value = list(value.values()) if "content" not in value else [value]
+    several = value if isinstance(value, list) else [value]
+    contents = (entry.get("content") if isinstance(entry, dict) else entry for entry in several)
+    return [content for content in contents if isinstance(content, str)]
+
+
+def _make_contents(files: Files, added: Mapping[int, Added]) -> Contents:
+    """All pieces by id; ids that no token has become unused padding."""
+    by_id = {token_id: piece for piece, token_id in files.vocab.items()}
+    by_id |= {token_id: token.content for token_id, token in added.items()}
+    if not by_id:
+        raise TokenizerError(f"{files.where} has an empty vocabulary.")
+    size = 1 + max(by_id)
+    if size - len(by_id) > MAX_HOLES:
+        raise TokenizerError(
+            f"{files.where} has {len(by_id)} tokens with ids up to {size - 1}; expected few ids between."
+        )
+    types = bytearray([TokenType.NORMAL]) * size
+    for token_id, token in added.items():
+        types[token_id] = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
+    for token_id in range(size) if len(by_id) < size else ():
+        if token_id not in by_id:
+            types[token_id] = TokenType.UNUSED
+            by_id[token_id] = padding_piece(token_id)
+    matching = {token_id: token.flags for token_id, token in added.items()}
+    return Contents(
+        files.where, [by_id[token_id] for token_id in range(size)], bytes(types), files.merges, None, matching
+    )
+
+
+def _read_roles(
+    files: Files, names: Mapping[str, Any], contents: Contents, configs: Iterable[Mapping[str, Any]]
+) -> Roles:
+    """Ids by role: as the tokenizer's files name them, else from the configs.
+
+    A config's id outside the vocabulary is left: it is a default of the config's class, and no token.
+    """
+    size = len(contents.pieces)
+    stated: dict[str, list[int]] = {role: [] for role in ROLE_NAMES}
+    for config in configs:
+        for role in ("bos", "eos", "pad"):
+            value = config.get(f"{role}_token_id")
+            values = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(type(token_id) is int for token_id in values):
+                raise TokenizerError(f"{files.where}: {role}_token_id is {value!r}; expected an id, or a list of them.")
+            stated[role] += [token_id for token_id in values if 0 <= token_id < size]
+    ids = {role: next(iter(found), None) for role, found in stated.items()}
+    for role, name in ROLE_NAMES.items():
+        for content in _contents_of(names.get(name)):
+            ids[role] = contents.pieces.index(content)
+    return Roles(
+        bos=ids["bos"] if files.bos is None else files.bos,
+        eos=ids["eos"],
+        unk=ids["unk"],
+        pad=ids["pad"],
+        ends=tuple(dict.fromkeys(token_id for token_id in stated["eos"] if token_id != ids["eos"])),
+    )
+
+
+def _read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name: of a file of their own, else of tokenizer_config.json."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        try:
+            return {"default": path.read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{path} cannot be read: {error}.") from error
+    template = _read_optional(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
+    named = template if isinstance(template, list) else [{"name": "default", "template": template}]
+    found: dict[str, str] = {}
+    for entry in named if template is not None else ():
+        name, text = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(text, str) or name in found:
+            raise TokenizerError(f"{folder}: chat_template is not a text or a list of texts with distinct names.")
+        found[name] = text
+    return found

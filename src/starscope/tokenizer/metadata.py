@@ -1,0 +1,250 @@
+"""The `tokenizer.*` keys of a GGUF file, read and written.
+
+Two forms are read. Today's: pieces in byte-level symbols, with types. The first converter's: tokens as raw bytes,
+every type "normal", merges in symbols all the same. It is recognised by its merges, which join pieces that the
+tokens are only after re-encoding. Today's form is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from starscope.errors import TokenizerError, UnsupportedError
+from starscope.gguf.format import Value, ValueType, array, boolean, string, strings, u32
+from starscope.tokenizer.bytelevel import ALPHABET, bytes_to_piece
+from starscope.tokenizer.source import Source, split_merges
+from starscope.tokenizer.structure import check_name
+from starscope.tokenizer.vocabulary import Contents, Roles, TokenType, is_padding, padding_piece
+
+if TYPE_CHECKING:
+    from starscope.gguf.reader import GGUFFile
+
+MODEL = "gpt2"  # what the format calls byte-level BPE
+ROLE_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+END_KEYS = ("eot", "eom")
+FIM_KEYS = {
+    "prefix": "fim_pre",
+    "suffix": "fim_suf",
+    "middle": "fim_mid",
+    "pad": "fim_pad",
+    "repo": "fim_rep",
+    "separator": "fim_sep",
+}
+OLD_FIM_KEYS = {"prefix": "prefix", "suffix": "suffix", "middle": "middle"}
+# Switches that change how a text is read and that byte-level BPE does not have.
+REFUSED = {
+    "add_space_prefix": "a space before every text",
+    "add_eos_token": "an end token after every text",
+    "add_sep_token": "a separator after every text",
+    "remove_extra_whitespaces": "spaces removed",
+}
+SPECIAL = re.compile(r"<[^<>\s]+>|\[(?:PAD|UNK|CLS|SEP|MASK|BOS|EOS)\]")  # how control tokens are spelled
+
+
+def read_metadata(file: GGUFFile, default_pre: str) -> Source:
+    """What the keys say; tokens and merges are decoded by `load`. `default_pre` serves files that name none."""
+    model = _text(file, "tokenizer.ggml.model")
+    if model is None:
+        raise TokenizerError(f"{file.path} has no tokenizer: tokenizer.ggml.model is absent.")
+    if model != MODEL:
+        raise UnsupportedError(f"{file.path}: tokenizer.ggml.model is {model!r}; supported: {MODEL!r}, byte-level BPE.")
+    for key, what in REFUSED.items():
+        if _flag(file, key):
+            raise UnsupportedError(f"{file.path}: tokenizer.ggml.{key} asks for {what}, which is not supported.")
+    pre = _text(file, "tokenizer.ggml.pre") or "default"
+    return Source(
+        where=str(file.path),
+        size=_array(file, "tokens", (ValueType.STRING,)).count,
+        load=lambda: _load(file, roles),
+        pre_tokenizer=check_name(default_pre if pre == "default" else pre),
+        roles=(roles := _read_roles(file)),
+        add_bos=_flag(file, "add_bos_token"),
+        chat_templates=_read_templates(file),
+    )
+
+
+def _read_roles(file: GGUFFile) -> Roles:
+    ids = {role: _read_id(file, key) for role, key in ROLE_KEYS.items()}
+    fim = {role: _read_id(file, key) for role, key in OLD_FIM_KEYS.items()}
+    fim |= {role: token_id for role, key in FIM_KEYS.items() if (token_id := _read_id(file, key)) is not None}
+    return Roles(
+        bos=ids["bos"],
+        eos=ids["eos"],
+        unk=ids["unk"],
+        pad=ids["pad"],
+        ends=tuple(token_id for key in END_KEYS if (token_id := _read_id(file, key)) is not None),
+        fim={role: token_id for role, token_id in fim.items() if token_id is not None},
+    )
+
+
+def _read_id(file: GGUFFile, key: str) -> int | None:
+    key = f"tokenizer.ggml.{key}_token_id"
+    token_id = file.get(key)
+    if token_id is not None and type(token_id) is not int:
+        raise TokenizerError(f"{file.path}: {key} is {file.metadata[key]!r}; expected a token id.")
+    return token_id
+
+
+def _text(file: GGUFFile, key: str) -> str | None:
+    text = file.get(key)
+    if text is not None and not isinstance(text, str):
+        raise TokenizerError(f"{file.path}: {key} is {file.metadata[key]!r}; expected a text.")
+    return text
+
+
+def _flag(file: GGUFFile, key: str) -> bool:
+    key = f"tokenizer.ggml.{key}"
+    flag = file.get(key, False)
+    if not isinstance(flag, bool):
+        raise TokenizerError(f"{file.path}: {key} is {file.metadata[key]!r}; expected true or false.")
+    return flag
+
+
+def _array(file: GGUFFile, key: str, kinds: Sequence[ValueType]) -> Value:
+    value = file.metadata.get(f"tokenizer.ggml.{key}")
+    if value is None:
+        raise TokenizerError(f"{file.path} has no tokenizer.ggml.{key}, which byte-level BPE needs.")
+    if value.element_type not in kinds:
+        found = value.type.name if value.element_type is None else f"an array of {value.element_type.name}"
+        expected = " or ".join(kind.name for kind in kinds)
+        raise TokenizerError(f"{file.path}: tokenizer.ggml.{key} is {found}; expected an array of {expected}.")
+    return value
+
+
+def _read_templates(file: GGUFFile) -> dict[str, str]:
+    head = "tokenizer.chat_template"
+    keys = [key for key in file.metadata if key == head or key.startswith(f"{head}.")]
+    return {key[len(head) + 1 :] or "default": text for key in keys if (text := _text(file, key)) is not None}
+
+
+def _load(file: GGUFFile, roles: Roles) -> Contents:
+    where = str(file.path)
+    tokens = _strings(file, "tokens")
+    merges = split_merges(_strings(file, "merges"), where)
+    types = _read_types(file, len(tokens))
+    if types.strip(bytes([TokenType.NORMAL])):
+        pieces = tokens
+    else:
+        pieces, types = _recognise(tokens, merges, roles)
+    _check_text(pieces, where)
+    return Contents(where, pieces, types, merges, _read_scores(file, len(tokens)))
+
+
+def _strings(file: GGUFFile, key: str) -> list[str]:
+    data = _array(file, key, (ValueType.STRING,)).data
+    assert isinstance(data, list)
+    return data
+
+
+def _read_types(file: GGUFFile, size: int) -> bytes:
+    """One byte a token; all NORMAL when the file says nothing."""
+    if "tokenizer.ggml.token_type" not in file.metadata:
+        return bytes([TokenType.NORMAL]) * size
+    types = np.asarray(_array(file, "token_type", (ValueType.INT32, ValueType.UINT32)).data)
+    if len(types) != size:
+        raise TokenizerError(f"{file.path} has {size} tokens and {len(types)} token types; expected as many.")
+    unknown = np.flatnonzero((types < TokenType.NORMAL) | (types >= TokenType.BYTE))
+    if len(unknown):
+        found = f"token {unknown[0]} has type {types[unknown[0]]}"
+        raise TokenizerError(f"{file.path}: {found}; expected 1 to 5 (a byte-level vocabulary has no byte tokens).")
+    return types.astype(np.uint8).tobytes()
+
+
+def _read_scores(file: GGUFFile, size: int) -> Sequence[float] | None:
+    if "tokenizer.ggml.scores" not in file.metadata:
+        return None
+    scores = np.asarray(_array(file, "scores", (ValueType.FLOAT32, ValueType.FLOAT64, ValueType.INT32)).data)
+    if len(scores) != size:
+        raise TokenizerError(f"{file.path} has {size} tokens and {len(scores)} scores; expected as many.")
+    found: list[float] = scores.tolist()
+    return found
+
+
+def _recognise(tokens: list[str], merges: list[tuple[str, str]], roles: Roles) -> tuple[list[str], bytes]:
+    """Pieces and types of a file that calls every token normal, whichever form its tokens have."""
+    encoded = [bytes_to_piece(token.encode("utf-8", "surrogateescape")) for token in tokens]
+    pieces = encoded if _is_raw(tokens, encoded, merges) else list(tokens)
+    made = {left + right for left, right in merges}
+    named = {roles.bos, roles.eos, roles.unk, roles.pad, *roles.ends, *roles.fim.values()}
+    types = bytearray([TokenType.NORMAL]) * len(pieces)
+    for token_id, token in enumerate(tokens):
+        if is_padding(token_id, token):
+            types[token_id] = TokenType.UNUSED
+        elif len(token) > 1 and pieces[token_id] not in made and (token_id in named or SPECIAL.fullmatch(token)):
+            types[token_id] = TokenType.CONTROL
+        else:
+            continue
+        pieces[token_id] = token
+    return pieces, bytes(types)
+
+
+def _is_raw(tokens: list[str], encoded: list[str], merges: list[tuple[str, str]]) -> bool:
+    """Whether tokens are raw bytes: the merges then join pieces that are tokens only as `encoded`."""
+    if not merges:  # a space, a line feed or half a character is no symbol
+        return any(len(token) == 1 and token not in ALPHABET for token in tokens)
+    joined = {piece for pair in merges for piece in pair}
+    return not joined <= set(tokens) and joined <= set(encoded)
+
+
+def _check_text(pieces: Sequence[str], where: str) -> None:
+    try:
+        "\n".join(pieces).encode()
+    except UnicodeEncodeError:
+        for token_id, piece in enumerate(pieces):
+            if any(0xD800 <= ord(character) < 0xE000 for character in piece):
+                found = piece.encode("utf-8", "surrogateescape")
+                raise TokenizerError(f"{where}: token {token_id} is {found!r}, which is not UTF-8.") from None
+
+
+def write_metadata(
+    source: Source, contents: Contents, fim: Mapping[str, int], end: int | None, num_rows: int | None
+) -> dict[str, Value]:
+    """The keys of today's form, padded with unused tokens up to `num_rows`.
+
+    `fim` has the ids of FimTokens by name, `end` the token that ends a text.
+    """
+    where, roles, size = source.where, source.roles, len(contents.pieces)
+    rows = size if num_rows is None else num_rows
+    if size > rows:
+        raise TokenizerError(f"{where} has {size} tokens, added ones included; the embedding has {rows} rows.")
+    for token_id, flags in contents.matching.items():
+        if flags.lstrip or flags.rstrip or flags.single_word:
+            found = f"the added token {contents.pieces[token_id]!r} sets lstrip, rstrip or single_word"
+            raise UnsupportedError(f"{where}: {found}, which a GGUF file cannot say.")
+    pieces = [*contents.pieces, *(padding_piece(token_id) for token_id in range(size, rows))]
+    if len(set(pieces)) != len(pieces):
+        raise TokenizerError(f"{where} has a token that is spelled like the padding from {padding_piece(size)} on.")
+    if len(roles.ends) > len(END_KEYS):
+        found = f"{where} names {1 + len(roles.ends)} end tokens"
+        raise UnsupportedError(f"{found}; a GGUF file holds {1 + len(END_KEYS)}.")
+    types = contents.types + bytes([TokenType.UNUSED]) * (rows - size)
+    ids = {
+        "bos": end if roles.bos is None else roles.bos,  # other readers take token 11 for an absent bos or eos
+        "eos": end,
+        **dict(zip(END_KEYS, roles.ends, strict=False)),
+        "unknown": roles.unk,
+        "padding": roles.pad,
+        **{FIM_KEYS[role]: token_id for role, token_id in fim.items()},
+    }
+    return {
+        "tokenizer.ggml.model": string(MODEL),
+        "tokenizer.ggml.pre": string(source.pre_tokenizer),
+        "tokenizer.ggml.tokens": strings(pieces),
+        "tokenizer.ggml.token_type": array(ValueType.INT32, np.frombuffer(types, np.uint8).astype("<i4")),
+        "tokenizer.ggml.merges": strings(f"{left} {right}" for left, right in contents.merges),
+        **{f"tokenizer.ggml.{key}_token_id": u32(token_id) for key, token_id in ids.items() if token_id is not None},
+        "tokenizer.ggml.add_bos_token": boolean(source.add_bos),
+        **_write_templates(source.chat_templates),
+    }
+
+
+def _write_templates(templates: Mapping[str, str]) -> dict[str, Value]:
+    others = [name for name in templates if name != "default"]
+    written = {"tokenizer.chat_template": string(templates["default"])} if "default" in templates else {}
+    if others:
+        written["tokenizer.chat_templates"] = strings(others)
+    return written | {f"tokenizer.chat_template.{name}": string(templates[name]) for name in others}

@@ -1,0 +1,46 @@
+"""What a tokenizer is made from, whichever file it was read from, and the rules that every source keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from starscope.errors import TokenizerError
+from starscope.tokenizer.vocabulary import Contents, Roles
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tokenizer before its vocabulary is needed: `load` reads that, once."""
+
+    where: str  # the file or folder, for messages
+    size: int  # tokens
+    load: Callable[[], Contents]
+    pre_tokenizer: str  # the GGUF name
+    roles: Roles
+    add_bos: bool
+    chat_templates: Mapping[str, str] = field(default_factory=dict)  # "default" and others by name
+
+    def __post_init__(self) -> None:
+        roles = self.roles
+        named = {"bos": roles.bos, "eos": roles.eos, "unk": roles.unk, "pad": roles.pad}
+        named |= {f"fim {role}": token_id for role, token_id in roles.fim.items()}
+        named |= {f"end {number}": token_id for number, token_id in enumerate(roles.ends)}
+        for role, token_id in named.items():
+            if token_id is not None and not 0 <= token_id < self.size:
+                raise TokenizerError(
+                    f"{self.where}: the {role} token is {token_id}; the vocabulary has {self.size} tokens."
+                )
+        if self.add_bos and roles.bos is None:
+            raise TokenizerError(f"{self.where} asks for a bos token before every text and names none.")
+
+
+def split_merges(lines: Iterable[str], where: str) -> list[tuple[str, str]]:
+    """The two pieces of each merge, written as one string with a space between them."""
+    merges = []
+    for number, line in enumerate(lines):
+        pieces = line.split(" ")
+        if len(pieces) != 2 or "" in pieces:
+            raise TokenizerError(f"{where}: merge {number} is {line!r}; expected two pieces with a space between them.")
+        merges.append((pieces[0], pieces[1]))
+    return merges

@@ -1,0 +1,146 @@
+"""The tokenizer: text to ids and back, with the ids that end a text or mark the parts of an infilling prompt.
+
+    tokenizer = Tokenizer.from_folder("starcoderbase-1b")      # or Tokenizer.from_gguf(file)
+    ids = tokenizer.encode("def f(x):")                         # control tokens only with special=True
+    assert tokenizer.decode(ids) == "def f(x):"
+
+Nothing is read of the vocabulary before it is needed, nothing built for encoding before the first text.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from starscope.errors import TokenizerError
+from starscope.tokenizer.detokenizer import Detokenizer
+from starscope.tokenizer.encoder import Encoder
+from starscope.tokenizer.folder import read_folder
+from starscope.tokenizer.metadata import read_metadata, write_metadata
+from starscope.tokenizer.source import Source
+from starscope.tokenizer.vocabulary import END_SPELLINGS, FIM_SPELLINGS, Contents, FimTokens, Vocabulary
+
+if TYPE_CHECKING:
+    from starscope.gguf.format import Value
+    from starscope.gguf.reader import GGUFFile
+
+
+class Tokenizer:
+    """A byte-level BPE tokenizer. `add_bos`: whether the model expects bos before a prompt; `encode` never adds it."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._bytes: dict[int, bytes] = {}
+        self.vocab_size = source.size  # tokens, padding included where the source has it
+        self.pre_tokenizer = source.pre_tokenizer  # as GGUF names it
+        self.bos_id = source.roles.bos
+        self.eos_id = source.roles.eos
+        self.unk_id = source.roles.unk
+        self.pad_id = source.roles.pad
+        self.add_bos = source.add_bos
+        self.chat_templates: Mapping[str, str] = source.chat_templates
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: str | os.PathLike[str],
+        config: Mapping[str, Any] | None = None,
+        generation_config: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """The tokenizer of a Hugging Face folder. Both configs name end tokens; those not given are read if there.
+
+        InputError when there is no tokenizer, TokenizerError for files that contradict themselves or one another,
+        UnsupportedError for a tokenizer of another kind.
+        """
+        return cls(read_folder(Path(folder), config, generation_config))
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile, default_pre: str = "gpt-2") -> Self:
+        """The tokenizer of a GGUF file; `default_pre` names the pre-tokenizer of a file that does not."""
+        return cls(read_metadata(file, default_pre))
+
+    @cached_property
+    def _contents(self) -> Contents:
+        return self._source.load()
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return Encoder(self._contents, self.pre_tokenizer)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Piece, score and type of every id."""
+        return Vocabulary(self._contents)
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """The ids of a text. Control tokens that it spells become their ids with `special`, and plain text without.
+
+        TokenizerError when the text holds half a surrogate pair, or a byte that the vocabulary cannot write.
+        """
+        return self._encoder.encode(text, special)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of all tokens' bytes; control tokens are their spelling, invalid UTF-8 is U+FFFD."""
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token; none for padding. TokenizerError for an id outside the vocabulary."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            if not 0 <= token_id < self.vocab_size:
+                raise TokenizerError(f"token id {token_id} is outside the vocabulary of {self.vocab_size} tokens.")
+            found = self._bytes[token_id] = self._contents.token_bytes(token_id)
+        return found
+
+    def piece(self, token_id: int) -> str:
+        r"""One token for reading: its text, with bytes that are no whole character as \xNN, or the name of padding."""
+        data = self.token_bytes(token_id)
+        return data.decode("utf-8", "backslashreplace") if data else self._contents.pieces[token_id]
+
+    def stream(self) -> Detokenizer:
+        """A detokenizer for one sequence of ids."""
+        return Detokenizer(self.token_bytes)
+
+    @cached_property
+    def _fim_ids(self) -> dict[str, int]:
+        """The ids of the roles of FimTokens: those that the source names, else those found by their spelling."""
+        spelled = self._find({spelling for spellings in FIM_SPELLINGS.values() for spelling in spellings})
+        found = {
+            role: next((spelled[spelling] for spelling in spellings if spelling in spelled), None)
+            for role, spellings in FIM_SPELLINGS.items()
+        }
+        found |= self._source.roles.fim
+        return {role: token_id for role, token_id in found.items() if token_id is not None}
+
+    def _find(self, spellings: Iterable[str]) -> dict[str, int]:
+        wanted = frozenset(spellings)
+        return {piece: token_id for token_id, piece in enumerate(self._contents.pieces) if piece in wanted}
+
+    @cached_property
+    def fim(self) -> FimTokens | None:
+        """The infilling tokens; None unless prefix, suffix and middle are all there."""
+        ids = self._fim_ids
+        return FimTokens(**ids) if {"prefix", "suffix", "middle"} <= ids.keys() else None
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """The ids that end a text: every eos that is named, the usual spellings, and the padding of infilling."""
+        roles = self._source.roles
+        ids = {roles.eos, *roles.ends, *self._find(END_SPELLINGS).values(), self._fim_ids.get("pad")}
+        return frozenset(token_id for token_id in ids if token_id is not None)
+
+    @cached_property
+    def infill_stop_ids(self) -> frozenset[int]:
+        """`stop_ids` and the tokens that begin another file or repository, where a hole has ended."""
+        return self.stop_ids | {self._fim_ids[role] for role in ("repo", "separator") if role in self._fim_ids}
+
+    def to_metadata(self, num_rows: int | None = None) -> dict[str, Value]:
+        """All `tokenizer.*` keys of a GGUF file, with unused tokens up to `num_rows`, the rows of the embedding.
+
+        TokenizerError when there are more tokens than rows, UnsupportedError for what the format cannot say.
+        """
+        end = min(self._find(END_SPELLINGS).values(), default=None) if self.eos_id is None else self.eos_id
+        return write_metadata(self._source, self._contents, self._fim_ids, end, num_rows)
