@@ -3,7 +3,8 @@
     class TestGPTBigCode(FamilySuite):
         family = "gpt_bigcode"
         settings = PAIRWISE
-        def make(self, folder, setting): ...        # writes a Hugging Face folder, returns transformers' model
+        @staticmethod
+        def make(folder, setting): ...              # writes a Hugging Face folder, returns transformers' model
 
 The oracle is transformers, in float32 with the very weights of the folder. A tolerance is given in ulp: units of
 2**-23 of the largest magnitude of the tensor compared.
@@ -31,18 +32,20 @@ class FamilySuite:
     family: ClassVar[str]
     settings: ClassVar[tuple[Any, ...]]
 
-    def make(self, folder: Path, setting: Any) -> torch.nn.Module:
+    @staticmethod
+    def make(folder: Path, setting: Any) -> torch.nn.Module:
         raise NotImplementedError
 
     @pytest.fixture(scope="class")
-    def made(self, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @classmethod
+    def made(cls, tmp_path_factory: pytest.TempPathFactory) -> Any:
         """setting -> (GGUF file in F32, transformers' model in float32), each made once."""
 
         @cache
         def make(setting: Any) -> tuple[Path, torch.nn.Module]:
             folder = tmp_path_factory.mktemp("checkpoint")
-            oracle = self.make(folder, setting).float().eval()
-            return convert(folder, to="f32").path, oracle
+            oracle = cls.make(folder, setting).float().eval()
+            return convert(folder, to="f32").out, oracle
 
         return make
 

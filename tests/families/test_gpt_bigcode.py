@@ -26,7 +26,8 @@ class TestGPTBigCode(FamilySuite):
     family = "gpt_bigcode"
     settings = PAIRWISE
 
-    def make(self, folder: Path, setting: Any) -> torch.nn.Module:
+    @staticmethod
+    def make(folder: Path, setting: Any) -> torch.nn.Module:
         return make_checkpoint(folder, **setting.options())
 
 
@@ -46,12 +47,12 @@ def config_of(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("engine", ["numpy", "torch"])
 def test_the_other_gelu_would_be_seen(tmp_path: Path, activation: str, other: str, engine: str) -> None:
     oracle = make_checkpoint(tmp_path / "right", activation=activation)
-    path = convert(tmp_path / "right", to="f32").path
+    path = convert(tmp_path / "right", to="f32").out
     ids = prompt(320, 50)
     expected = reference(oracle, ids)
     assert ulps(starscope.load(path, engine=engine).forward(ids)[0], expected) <= 32
     edit_config(tmp_path / "right", activation_function=other)
-    wrong = convert(tmp_path / "right", tmp_path / "wrong.gguf", to="f32").path
+    wrong = convert(tmp_path / "right", tmp_path / "wrong.gguf", to="f32").out
     assert ulps(starscope.load(wrong, engine=engine).forward(ids)[0], expected) > 10 * 32
 
 
@@ -61,19 +62,19 @@ def test_a_qkv_projection_read_without_regrouping_would_be_seen(
     oracle = make_checkpoint(tmp_path / "mha", multi_query=False)
     ids = prompt(320, 50)
     expected = reference(oracle, ids)
-    right = convert(tmp_path / "mha", tmp_path / "right.gguf", to="f32").path
+    right = convert(tmp_path / "mha", tmp_path / "right.gguf", to="f32").out
     assert ulps(starscope.load(right).forward(ids)[0], expected) <= 32
     monkeypatch.setattr(gpt_bigcode, "_qkv_rows", lambda hp: None)
-    wrong = convert(tmp_path / "mha", tmp_path / "wrong.gguf", to="f32").path
+    wrong = convert(tmp_path / "mha", tmp_path / "wrong.gguf", to="f32").out
     assert ulps(starscope.load(wrong).forward(ids)[0], expected) > 1000 * 32
 
 
 def test_expanded_key_heads_are_folded_back_into_one(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "mqa")
     for to in ("f32", "f16", "q8_0"):
-        plain = starscope.load(convert(tmp_path / "mqa", tmp_path / f"plain-{to}.gguf", to=to).path)
+        plain = starscope.load(convert(tmp_path / "mqa", tmp_path / f"plain-{to}.gguf", to=to).out)
         expanded = starscope.load(
-            convert(tmp_path / "mqa", tmp_path / f"expanded-{to}.gguf", to=to, expand_mqa=True).path
+            convert(tmp_path / "mqa", tmp_path / f"expanded-{to}.gguf", to=to, expand_mqa=True).out
         )
         assert expanded.num_kv_heads == 1
         assert any("copy of the first" in note for note in expanded.notes)
@@ -84,7 +85,7 @@ def test_expanded_key_heads_are_folded_back_into_one(tmp_path: Path) -> None:
 
 def test_key_heads_that_differ_are_not_folded(tmp_path: Path) -> None:
     oracle = make_checkpoint(tmp_path / "mha", multi_query=False)
-    model = starscope.load(convert(tmp_path / "mha", to="f32").path)
+    model = starscope.load(convert(tmp_path / "mha", to="f32").out)
     assert model.num_kv_heads == 4
     ids = prompt(320, 20)
     assert ulps(model.forward(ids)[0], reference(oracle, ids)) <= 32

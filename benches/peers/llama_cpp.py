@@ -1,0 +1,75 @@
+"""Does llama.cpp read a file as starscope does? Most likely token at every position of a text, and a greedy continuation.
+
+    python benches/peers/llama_cpp.py MODEL.gguf TEXT_FILE [--tokens 2000] [--window 256] [--floor 0.995]
+
+Needs llama-cpp-python in the same environment (`pip install llama-cpp-python`; it builds for about five minutes).
+Tokens, not text, are handed over, so that tokenizers are compared apart. Ends with status 1 below the floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+
+import starscope
+
+
+def peer_logits(peer: llama_cpp.Llama, ids: list[int]) -> np.ndarray:  # float32 [len(ids) vocab_size]
+    peer.reset()
+    peer.eval(ids)
+    return np.array(peer.scores[: len(ids)], np.float32)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--floor", type=float, default=0.995)
+    parser.add_argument("--continue-tokens", type=int, default=64)
+    args = parser.parse_args()
+
+    ours = starscope.load(args.model)
+    window = min(args.window, ours.context_length)
+    peer = llama_cpp.Llama(str(args.model), n_ctx=window + args.continue_tokens, logits_all=True, verbose=False)
+    text = args.text.read_text(encoding="utf-8")
+    ids = ours.tokenizer.encode(text)[: args.tokens]
+    peer_ids = peer.tokenize(text.encode(), add_bos=False, special=False)[: args.tokens]
+
+    agree = total = 0
+    worst = 0.0
+    for start in range(0, len(ids), window):
+        part = ids[start : start + window]
+        [mine] = ours.engine.forward([part], None, "all")
+        theirs = peer_logits(peer, part)
+        agree += int((mine.argmax(-1) == theirs.argmax(-1)).sum())
+        total += len(part)
+        worst = max(worst, float(np.abs(mine - theirs).max() / np.abs(mine).max()))
+
+    prompt = ids[:32]
+    mine_next = ours.generate(prompt, max_new_tokens=args.continue_tokens).token_ids
+    theirs_next: list[int] = []
+    for _ in range(len(mine_next)):
+        theirs_next.append(int(peer_logits(peer, prompt + theirs_next)[-1].argmax()))
+    same = next((i for i, (a, b) in enumerate(zip(mine_next, theirs_next, strict=True)) if a != b), len(mine_next))
+    result = {
+        "model": args.model.name,
+        "positions": total,
+        "most_likely_token_agrees": agree / total,
+        "largest_relative_difference": worst,
+        "same_token_ids": ids == peer_ids,
+        "greedy_tokens_equal": same,
+        "greedy_tokens": len(mine_next),
+    }
+    print(json.dumps(result, indent=2))
+    return 0 if agree / total >= args.floor and ids == peer_ids else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
