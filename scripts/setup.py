@@ -83,7 +83,7 @@ def install_wheel(job: str) -> None:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     log = BUILD / "wheel.log"
-    pip("wheel", "--no-index", "--no-deps", "--no-build-isolation", "-v", "--log", str(log), "-w", str(out), str(ROOT),
+    pip("wheel", "--no-index", "--no-deps", "--no-build-isolation", "--log", str(log), "-w", str(out), str(ROOT),
         "-C", f"build-dir={BUILD / 'cmake'}")  # fmt: skip
     (wheel,) = out.glob("*.whl")
     if wheel.name.endswith("-none-any.whl"):
