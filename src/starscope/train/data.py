@@ -1,0 +1,314 @@
+"""Files -> documents -> tokens in one mapped file -> batches.
+
+One file is one document. Its tokens are followed by an end-of-text token; all documents lie one after another in a
+token file, two or four bytes a token. Which documents are held out depends on their relative path alone, so it is
+the same on every machine. A sample is context_length + 1 consecutive tokens; every epoch visits each once, in an
+order that is a pure function of (seed, epoch):
+
+    batches = Batches(open_tokens("train.tokens").ids, context_length=512, seed=0)
+    batches.batch(first=0, count=16)        # [16 513]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from starscope.errors import InputError, InvalidContentError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+Ids = np.ndarray[Any, Any]
+
+MAGIC = b"starscope tokens\n"
+HEADER_BYTES = 512  # the magic and a JSON object, padded with spaces, so that the tokens are aligned
+VERSION = 1
+
+# StarCoder's special tokens in its order: the first ids of its vocabulary.
+END_OF_TEXT, FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX, FIM_PAD = "<|endoftext|>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"
+SPECIAL_TOKENS = (
+    END_OF_TEXT,
+    FIM_PREFIX,
+    FIM_MIDDLE,
+    FIM_SUFFIX,
+    FIM_PAD,
+    "<filename>",
+    "<gh_stars>",
+    "<issue_start>",
+    "<issue_comment>",
+    "<issue_closed>",
+    "<jupyter_start>",
+    "<jupyter_text>",
+    "<jupyter_code>",
+    "<jupyter_output>",
+    "<empty_output>",
+    "<commit_before>",
+    "<commit_msg>",
+    "<commit_after>",
+    "<reponame>",
+)
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file. `name` is its path relative to where the search began, with `/`."""
+
+    name: str
+    path: Path
+
+    def text(self) -> str:
+        """The text with a byte-order mark removed and line ends as they are. InvalidContentError when not UTF-8."""
+        try:
+            raw = self.path.read_bytes()
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be read: {error.strerror}.") from None
+        try:
+            return raw.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise InvalidContentError(f"{self.path} is not UTF-8 (byte {error.start}).", hint="Convert it or leave it out.") from None
+
+
+def find_documents(
+    paths: Iterable[str | os.PathLike[str]],
+    *,
+    suffixes: Sequence[str] = (),
+    keep: Callable[[str], bool] = lambda name: True,
+) -> list[Document]:
+    """Every file under the paths, by name. In folders only files with one of the suffixes (none: all) and whose
+    relative name `keep` accepts; a file that is named itself is taken as it is. InputError when nothing is found."""
+    found: dict[str, Document] = {}
+    for given in map(Path, paths):
+        if not given.exists():
+            raise InputError(f"{given} does not exist.")
+        inside = [given] if given.is_file() else sorted(path for path in given.rglob("*") if path.is_file())
+        base = given.parent if given.is_file() else given
+        for path in inside:
+            name = path.relative_to(base).as_posix()
+            if path == given or ((not suffixes or path.suffix in suffixes) and keep(name)):
+                found.setdefault(name, Document(name, path))
+    if not found:
+        raise InputError(f"no file to train on under {', '.join(map(str, paths))}.")
+    return [found[name] for name in sorted(found)]
+
+
+def name_fraction(name: str) -> float:
+    """A number in [0, 1) that depends on a document's name alone: the first 8 bytes of its SHA-256."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+
+
+def split_held_out(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
+    """The documents to train on and those held out: the ones whose name's fraction is below `fraction`."""
+    held_out = [document for document in documents if name_fraction(document.name) < fraction]
+    kept = [document for document in documents if name_fraction(document.name) >= fraction]
+    return kept, held_out
+
+
+class Codec(Protocol):
+    """Text to ids and back, without special tokens being recognized in the text or added to it."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+class BPE:
+    """A `tokenizers` byte-level BPE as a Codec; `save` writes the tokenizer.json that `starscope.Tokenizer` reads."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        inner.encode_special_tokens = True  # text that spells a special token stays text
+        self._inner = inner
+
+    @classmethod
+    def read(cls, path: Path) -> BPE:
+        import tokenizers
+
+        return cls(tokenizers.Tokenizer.from_file(str(path)))
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> BPE:
+        """A vocabulary of exactly `vocab_size` tokens with StarCoder's structure: digits one by one, then bytes."""
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers, trainers
+
+        inner = tokenizers.Tokenizer(models.BPE())
+        inner.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        )
+        inner.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=list(SPECIAL_TOKENS),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        inner.train_from_iterator(texts, trainer)
+        if inner.get_vocab_size() != vocab_size:
+            raise InvalidContentError(
+                f"the text gives {inner.get_vocab_size()} tokens; expected {vocab_size}.",
+                hint="Ask for a smaller vocabulary (at least 275: 256 bytes and 19 special tokens) or add text.",
+            )
+        return cls(inner)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._inner.get_vocab_size())
+
+    def token_id(self, token: str) -> int:
+        found = self._inner.token_to_id(token)
+        if found is None:
+            raise InvalidContentError(f"the vocabulary has no {token}.")
+        return int(found)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._inner.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._inner.decode(ids, skip_special_tokens=False))
+
+    def to_json(self) -> str:
+        return str(self._inner.to_str())
+
+    def save(self, path: Path) -> None:
+        path.write_text(self.to_json(), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """An open token file: `ids` is mapped, `bytes` what the text takes in UTF-8, `ends` where documents end."""
+
+    path: Path
+    ids: Ids
+    vocab_size: int
+    documents: int
+    bytes: int
+    fingerprint: str
+
+    def split(self, end_of_text: int) -> Iterator[Ids]:
+        """The ids of each document, without the end-of-text token."""
+        start = 0
+        for end in np.flatnonzero(self.ids == end_of_text):
+            yield self.ids[start:end]
+            start = end + 1
+
+
+def write_tokens(path: Path, texts: Iterable[str], codec: Codec, *, vocab_size: int, end_of_text: int, fingerprint: str = "") -> None:
+    """Encode documents one at a time into a token file, which is renamed into place when it is complete."""
+    dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+    count = documents = size = 0
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with temporary.open("wb") as out:
+            out.write(b" " * HEADER_BYTES)
+            for text in texts:
+                ids = codec.encode(text)
+                if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+                    raise InvalidContentError(f"the tokenizer gave id {max(ids)}; expected ids below the vocabulary's size {vocab_size}.")
+                out.write(np.array([*ids, end_of_text], dtype).tobytes())
+                count, documents, size = count + len(ids) + 1, documents + 1, size + len(text.encode())
+            header = {
+                "version": VERSION,
+                "width": dtype.itemsize,
+                "vocab_size": vocab_size,
+                "tokens": count,
+                "documents": documents,
+                "bytes": size,
+                "fingerprint": fingerprint,
+            }
+            out.seek(0)
+            out.write((MAGIC + json.dumps(header).encode()).ljust(HEADER_BYTES))
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def open_tokens(path: Path) -> TokenFile:
+    """Map a token file. InvalidContentError when it is not one or its length is not what its header says."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEADER_BYTES)
+            actual = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from None
+    if not head.startswith(MAGIC) or len(head) < HEADER_BYTES:
+        raise InvalidContentError(f"{path} is not a starscope token file.")
+    header = json.loads(head[len(MAGIC) :])
+    if header["version"] != VERSION or header["width"] not in (2, 4):
+        raise InvalidContentError(f"{path} has version {header['version']} and width {header['width']}; expected version {VERSION}, 2 or 4 bytes.")
+    expected = HEADER_BYTES + header["width"] * header["tokens"]
+    if actual != expected:
+        raise InvalidContentError(f"{path} has {actual} bytes; expected {expected} for {header['tokens']} tokens.", hint="Delete it to make it again.")
+    ids = np.memmap(path, f"<u{header['width']}", "r", HEADER_BYTES, (header["tokens"],))
+    return TokenFile(path, ids, header["vocab_size"], header["documents"], header["bytes"], header["fingerprint"])
+
+
+MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: Ids) -> Ids:
+    """SplitMix64's output function over an array of uint64: every input bit moves every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Ids = x ^ (x >> np.uint64(31))
+    return mixed
+
+
+def random_words(*key: int, count: int) -> Ids:
+    """`count` random uint64 that depend on the key alone: a counter-based generator, the same on every machine."""
+    with np.errstate(over="ignore"):
+        state = np.zeros(1, np.uint64)
+        for word in key:
+            state = _mix((state ^ np.uint64(word & (2**64 - 1))) + MIX)
+        return _mix(state + MIX * np.arange(1, count + 1, dtype=np.uint64))
+
+
+@lru_cache(maxsize=2)
+def epoch_order(seed: int, epoch: int, samples: int) -> Ids:
+    """The order in which an epoch visits its samples: a permutation of range(samples)."""
+    return np.argsort(random_words(seed, epoch, 1, count=samples), kind="stable")
+
+
+Transform = Callable[[Ids, int, int], Ids]  # (ids [context_length+1], epoch, index in the epoch) -> ids of that length
+
+
+class Batches:
+    """Samples of context_length + 1 tokens. Sample number k is index k % per_epoch of epoch k // per_epoch.
+
+    Sample starts lie context_length apart on the circle of all tokens, from a shift that each epoch draws anew: so
+    within an epoch no token is a target twice, and at most context_length - 1 tokens are not a target at all.
+    """
+
+    def __init__(self, ids: Ids, *, context_length: int, seed: int, transform: Transform | None = None) -> None:
+        self.ids, self.context_length, self.seed = ids, context_length, seed
+        self._transform = transform
+        self.per_epoch = len(ids) // context_length
+        if self.per_epoch == 0:
+            raise InvalidContentError(f"the data has {len(ids)} tokens; expected at least context_length, {context_length}.", hint="Add text or take a shorter context.")
+
+    def start(self, number: int) -> int:
+        """Where sample `number` begins."""
+        epoch, index = divmod(number, self.per_epoch)
+        shift = int(random_words(self.seed, epoch, 2, count=1)[0] % np.uint64(len(self.ids)))
+        place = int(epoch_order(self.seed, epoch, self.per_epoch)[index])
+        return (shift + place * self.context_length) % len(self.ids)
+
+    def sample(self, number: int) -> Ids:  # [context_length+1]
+        start = self.start(number)
+        ids = self.ids[start : start + self.context_length + 1].astype(np.int64)
+        while len(ids) < self.context_length + 1:  # past the end the data begins again
+            ids = np.concatenate([ids, self.ids[: self.context_length + 1 - len(ids)].astype(np.int64)])
+        epoch, index = divmod(number, self.per_epoch)
+        return ids if self._transform is None else self._transform(ids, epoch, index)
+
+    def batch(self, first: int, count: int) -> Ids:  # [count context_length+1]
+        return np.stack([self.sample(number) for number in range(first, first + count)])
