@@ -84,7 +84,7 @@ def install_wheel(job: str) -> None:
     out.mkdir(parents=True)
     log = BUILD / "wheel.log"
     pip("wheel", "--no-index", "--no-deps", "--no-build-isolation", "--log", str(log), "-w", str(out), str(ROOT),
-        "-C", f"build-dir={BUILD / 'cmake'}")  # fmt: skip
+        "--config-settings", f"build-dir={BUILD / 'cmake'}")  # fmt: skip
     (wheel,) = out.glob("*.whl")
     if wheel.name.endswith("-none-any.whl"):
         if job == "test":
