@@ -208,7 +208,7 @@ def test_an_empty_prompt_without_either_is_refused() -> None:
         ({"max_new_tokens": -1}, "max_new_tokens is -1"),
         ({"logprobs": -1}, "logprobs is -1"),
         ({"logprobs": 101}, "logprobs is 101"),
-        ({"stop": ["a", ""]}, "stop string is empty"),
+        ({"stop": ["a", ""]}, "stop text is empty"),
     ],
 )
 def test_arguments_out_of_range_are_refused_at_the_call(wrong: dict[str, Any], word: str) -> None:

@@ -34,8 +34,8 @@ MAX_LOGPROBS = 100
 class Detokenizer(Protocol):
     """Turns ids into text one at a time: `push` gives what is certain, `finish` what is left."""
 
-    def push(self, token_id: int, /) -> str: ...  # noqa: D102
-    def finish(self) -> str: ...  # noqa: D102
+    def push(self, token_id: int, /) -> str: ...
+    def finish(self) -> str: ...
 
 
 class Vocabulary(Protocol):
@@ -45,7 +45,7 @@ class Vocabulary(Protocol):
     eos_id: int | None
     stop_ids: frozenset[int]
 
-    def stream(self) -> Detokenizer: ...  # noqa: D102
+    def stream(self) -> Detokenizer: ...
 
 
 @dataclass(frozen=True)
@@ -155,13 +155,8 @@ def generate(
     Raises UsageError for arguments out of range and for an empty prompt where the vocabulary has no token to begin
     with; ContextOverflowError for a prompt longer than the context.
     """
-    if max_new_tokens < 0:
-        raise UsageError(f"max_new_tokens is {max_new_tokens}; expected 0 or more.")
-    if not 0 <= logprobs <= MAX_LOGPROBS:
-        raise UsageError(f"logprobs is {logprobs}; expected from 0 to {MAX_LOGPROBS}.")
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if "" in stop:
-        raise UsageError("a stop string is empty; expected at least one character.")
+    check_limits(max_new_tokens, stop, logprobs)
     cache = engine.new_cache() if cache is None else cache
     ids = list(prompt_ids) or [first_id(tokenizer)]
     if len(ids) > cache.context_length:
@@ -172,6 +167,16 @@ def generate(
     ends = frozenset(tokenizer.stop_ids if stop_ids is None else stop_ids)
     options = options or SamplingOptions()
     return _pieces(engine, tokenizer, ids, cache, max_new_tokens, options, stop, ends, logprobs, load_s)
+
+
+def check_limits(max_new_tokens: int, stop: Iterable[str] = (), logprobs: int = 0) -> None:
+    """UsageError for what `generate` would refuse without looking at the prompt."""
+    if max_new_tokens < 0:
+        raise UsageError(f"max_new_tokens is {max_new_tokens}; expected 0 or more.")
+    if not 0 <= logprobs <= MAX_LOGPROBS:
+        raise UsageError(f"logprobs is {logprobs}; expected from 0 to {MAX_LOGPROBS}.")
+    if "" in stop:
+        raise UsageError("a stop text is empty; expected at least one character.")
 
 
 def first_id(tokenizer: Vocabulary) -> int:

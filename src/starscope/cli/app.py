@@ -1,0 +1,209 @@
+"""The command `starscope`: the table of verbs, and how every error ends: one sentence, a hint, a status.
+
+0 done · 1 internal error · 2 usage · 3 input or output · 4 unsupported or invalid content
+5 does not fit · 6 offline · 7 verification failed · 130 interrupted · 143 terminated
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+from starscope import __version__
+from starscope.cli.common import Session, everywhere
+from starscope.errors import DoesNotFitError, InputError, StarscopeError, UsageError
+
+# section -> verb -> (module and its function, what it does in a few words)
+VERBS: dict[str, dict[str, tuple[str, str]]] = {
+    "Run a model": {
+        "demo": ("demo:demo", "Complete code with the small model in the package."),
+        "run": ("run:run", "Continue a prompt, or fill a hole in it."),
+        "tokenize": ("run:tokenize", "Show a text as a model's tokens."),
+    },
+    "Work on files": {
+        "convert": ("convert:convert", "Turn a Hugging Face folder into a GGUF file."),
+        "quantize": ("convert:quantize", "Store a GGUF file's weights in another format."),
+        "show": ("show:show", "Tell what a model file or folder holds."),
+        "graph": ("show:graph", "Print a model's forward pass, one line an operation."),
+    },
+    "This installation": {
+        "doctor": ("doctor:doctor", "Check versions, processor, memory and extras."),
+        "completion": ("completion:completion", "Print a shell's completion script."),
+    },
+}
+PROGRAM, COMPLETE = "starscope", "_STARSCOPE_COMPLETE"
+TARGETS = {verb: target for section in VERBS.values() for verb, (target, _) in section.items()}
+
+
+class Stopped(BaseException):
+    """SIGTERM asked the command to end. Not an Exception, so that nothing takes it for an error."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class App(click.Group):
+    """The group of all verbs: imports the one that is called, and turns whatever it raises into an exit status."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The verbs in the table's order."""
+        return list(TARGETS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The verb's command, its module imported now."""
+        if cmd_name not in TARGETS:
+            return None
+        module, _, function = TARGETS[cmd_name].partition(":")
+        command: click.Command = getattr(import_module(f"starscope.cli.{module}"), function)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does, with the nearest verb for one that does not exist."""
+        verb = args[0]
+        if verb not in TARGETS and not verb.startswith("-") and not ctx.resilient_parsing:
+            near = difflib.get_close_matches(verb, TARGETS, 1, 0.5)
+            hint = f"Did you mean {near[0]}?" if near else "See: starscope --help"
+            raise UsageError(f"no verb is called {verb!r}; there are: {', '.join(TARGETS)}.", hint=hint)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The table of verbs, without importing them."""
+        for title, verbs in VERBS.items():
+            with formatter.section(title):
+                formatter.write_dl([(verb, text) for verb, (_, text) in verbs.items()], col_max=12)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
+        """Verbs and options that begin so, without importing the verbs."""
+        from click.shell_completion import CompletionItem
+
+        rows = [(verb, text) for verbs in VERBS.values() for verb, (_, text) in verbs.items()]
+        verbs = [CompletionItem(verb, help=text) for verb, text in rows if verb.startswith(incomplete)]
+        return verbs + click.Command.shell_complete(self, ctx, incomplete)
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> NoReturn:
+        """Run one command line and exit with its status."""
+        args = list(sys.argv[1:] if args is None else args)
+        session = Session()
+        session.look_at(args[: args.index("--")] if "--" in args else args)
+        try:
+            complete_if_asked(self)
+            with self.make_context(PROGRAM, args, obj=session) as ctx:
+                self.invoke(ctx)
+        except BaseException as error:
+            sys.exit(end(session, error))
+        sys.exit(0)
+
+
+def complete_if_asked(command: click.Command) -> None:
+    """Answer a shell that completes a line, and exit; nothing otherwise."""
+    if instruction := os.environ.get(COMPLETE):
+        from click.shell_completion import shell_complete
+
+        sys.exit(shell_complete(command, {}, PROGRAM, COMPLETE, instruction))
+
+
+def end(session: Session, error: BaseException) -> int:
+    """Say what went wrong and give the exit status for it."""
+    if isinstance(error, SystemExit):  # shell completion
+        return int(error.code or 0)
+    if isinstance(error, click.exceptions.Exit):  # --help, --version
+        return error.exit_code
+    if isinstance(error, Stopped):
+        return error.status
+    if isinstance(error, (click.Abort, KeyboardInterrupt)):
+        return 130
+    if isinstance(error, BrokenPipeError):  # whoever read the output has what it wanted
+        discard_stdout()
+        return 0
+    if session.traceback and not isinstance(error, click.ClickException):
+        import traceback
+
+        session.error("".join(traceback.format_exception(error)).rstrip())
+    known = as_starscope_error(error)
+    code, status, message, hint = known.code, known.exit_status, known.message, known.hint
+    session.error(f"error: {message}" + (f"\n{hint}" if hint else ""))
+    if session.json:
+        try:
+            session.document({"error": {"code": code, "message": message, "hint": hint}})
+        except (OSError, StarscopeError):
+            discard_stdout()
+    return status
+
+
+def as_starscope_error(error: BaseException) -> StarscopeError:
+    """An error of the command line, of the system or of ours as one of ours; anything else as an internal error."""
+    if isinstance(error, StarscopeError):
+        return error
+    if isinstance(error, click.UsageError):
+        path = error.ctx.command_path if error.ctx else "starscope"
+        return UsageError(_sentence(error.format_message()), hint=f"See: {path} --help")
+    if isinstance(error, click.ClickException):
+        return UsageError(_sentence(error.format_message()))
+    if isinstance(error, MemoryError):
+        return DoesNotFitError(
+            "there is not enough memory for this.", hint="Use a smaller model, a smaller format (quantize) or --ctx."
+        )
+    if isinstance(error, OSError) and error.filename is not None:
+        return InputError(f"{os.fsdecode(error.filename)}: {error.strerror}.")
+    return StarscopeError(
+        f"internal error: {type(error).__name__}: {error}",
+        hint="Run it again with --traceback and report what it prints.",
+    )
+
+
+def _sentence(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def discard_stdout() -> None:
+    """Send what Python still flushes at its end nowhere: the pipe is closed or the disk is full."""
+    with contextlib.suppress(OSError, ValueError):  # not a real file, as in tests
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def exit_on_sigterm() -> None:
+    """Let SIGTERM unwind the command, as Ctrl-C does, so that nothing half-written stays."""
+
+    def stop(_signal: int, _frame: FrameType | None) -> NoReturn:
+        raise Stopped(143)
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+@click.group(
+    cls=App,
+    invoke_without_command=True,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@everywhere
+@click.version_option(__version__, message="starscope %(version)s")
+@click.pass_context
+def app(ctx: click.Context) -> None:
+    """Convert, run and look inside code models of the StarCoder family.
+
+    MODEL is a .gguf file, a Hugging Face folder, or "demo", the small model in the package.
+    """
+    if ctx.invoked_subcommand is None:
+        session: Session = ctx.obj
+        session.write(ctx.get_help() + "\n")

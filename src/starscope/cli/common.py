@@ -1,0 +1,204 @@
+"""What the verbs share: where output goes, texts that come in as bytes, and the options of more than one verb."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, TypeVar
+
+import click
+
+from starscope.errors import InvalidContentError, OutputError
+
+if TYPE_CHECKING:
+    from starscope.model import Model
+    from starscope.tokenizer import Tokenizer
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+ENGINE_NAMES = ("auto", "torch", "numpy")
+MODEL = click.Path(path_type=str)  # a path, for shell completion; "demo" too
+
+
+@dataclass
+class Session:
+    """One command line: how much it says, and where. stdout takes data alone, always as UTF-8."""
+
+    quiet: bool = False
+    verbose: bool = False
+    traceback: bool = False
+    json: bool = False
+
+    def look_at(self, args: Sequence[str]) -> None:
+        """Take what an error in the rest of the command line depends on, before it is parsed."""
+        self.json = "--json" in args
+        self.traceback = "--traceback" in args
+
+    def write(self, text: str) -> None:
+        """Data to stdout, at once. OutputError when it cannot be written; BrokenPipeError when nobody reads."""
+        self.write_bytes(text.encode("utf-8", "surrogateescape"))
+
+    def write_bytes(self, data: bytes) -> None:
+        """As `write`, for what is bytes already."""
+        if sys.stdout is None:
+            raise OutputError("stdout is closed; expected a place for the output.")
+        try:
+            stdout: BinaryIO = sys.stdout.buffer
+            stdout.write(data)
+            stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(f"stdout cannot be written: {error.strerror}.") from None
+
+    def document(self, document: Mapping[str, Any]) -> None:
+        """The one JSON document of a command. A lone surrogate, as in a path that is not UTF-8, is written escaped."""
+        text = json.dumps(document, ensure_ascii=False, allow_nan=False)
+        self.write_bytes(text.encode("utf-8", "backslashreplace") + b"\n")
+
+    def note(self, text: str) -> None:
+        """A line for the person, unless -q."""
+        if not self.quiet:
+            self.error(text)
+
+    def detail(self, text: str) -> None:
+        """A line for the person, only with -v."""
+        if self.verbose and not self.quiet:
+            self.error(text)
+
+    def error(self, text: str) -> None:
+        """A line for the person, always."""
+        if sys.stderr is None:
+            return
+        with contextlib.suppress(OSError):  # nobody is there to be told
+            stderr: BinaryIO = sys.stderr.buffer
+            stderr.write(text.encode("utf-8", "backslashreplace") + b"\n")
+            stderr.flush()
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether a moving line would be seen: stderr is a terminal that can move, and nobody asked for quiet."""
+        return not self.quiet and is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb"
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a person is at the other end; None is a stream that was closed before the process began."""
+    return stream is not None and stream.isatty()
+
+
+def everywhere(function: F) -> F:
+    """-q, -v and --traceback, before the verb or after it."""
+
+    def switch(field: str) -> Callable[[click.Context, click.Parameter, bool], None]:
+        def set_field(ctx: click.Context, _parameter: click.Parameter, value: bool) -> None:
+            if value:
+                setattr(ctx.find_root().obj, field, True)
+
+        return set_field
+
+    for flags, field, text in (
+        (("--traceback",), "traceback", "Print the Python traceback of an error."),
+        (("-v", "--verbose"), "verbose", "Say more."),
+        (("-q", "--quiet"), "quiet", "Say nothing but errors."),
+    ):
+        option = click.option(*flags, is_flag=True, expose_value=False, callback=switch(field), help=text)
+        function = option(function)
+    return function
+
+
+def json_option(function: F) -> F:
+    """--json; the session knows of it before anything is parsed."""
+    option = click.option("--json", "as_json", is_flag=True, expose_value=False, help="Print one JSON document.")
+    return option(function)
+
+
+def engine_options(function: F) -> F:
+    """--engine, --device, --ctx and --threads, as `engine`, `device`, `ctx_length` and `threads`."""
+    for option in (
+        click.option("-t", "--threads", type=int, metavar="N", help="Cores to use (default: all)."),
+        click.option(
+            "--ctx", "ctx_length", type=int, metavar="N", help="Positions to use (default: all of the model's)."
+        ),
+        click.option("--device", default="auto", show_default=True, help="Where to run: auto, cpu, cuda, cuda:1, ..."),
+        click.option(
+            "--engine", type=click.Choice(ENGINE_NAMES), default="auto", show_default=True, help="What runs it."
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def load_model(
+    session: Session, name: str, engine: str, device: str, ctx_length: int | None, threads: int | None
+) -> Model:
+    """Load MODEL and say in one line what runs where; what was assumed on the way, a line each."""
+    from starscope.model import load
+
+    model = load(name, engine=engine, device=device, context_length=ctx_length, threads=threads)
+    session.note(headline(model))
+    session.detail(f"{model.path}: {model.context_length} positions, loaded in {model.load_s:.2f} s")
+    for note in model.notes:
+        session.note(f"note: {note}")
+    return model
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """MODEL's tokenizer alone: a file without weights or of another architecture will do."""
+    from starscope.family import all_families
+    from starscope.gguf import read_gguf
+    from starscope.model import find_model
+    from starscope.tokenizer import Tokenizer
+
+    path = find_model(name)
+    if path.is_dir():
+        return Tokenizer.from_folder(path)
+    with read_gguf(path) as file:
+        defaults = {family.gguf_architecture: family.default_pre_tokenizer for family in all_families().values()}
+        return Tokenizer.from_gguf(file, defaults.get(str(file.get("general.architecture")), "gpt-2"))
+
+
+def headline(model: Model) -> str:
+    """Model, engine, device and threads in one line."""
+    size = model.family.size_class(model.hparams)
+    what = " ".join([model.family.gguf_architecture, *([size] if size else []), *formats_of(model)])
+    threads = model.engine.threads
+    cores = f"{threads} thread" + ("s" if threads != 1 else "")
+    return f"{model.path.name} ({what}) · {model.engine.name} engine · {model.engine.device} · {cores}"
+
+
+def formats_of(model: Model) -> list[str]:
+    """The formats of the model's matrices, the one with the most parameters first."""
+    parameters: dict[str, int] = {}
+    for name, slot in model.weights.slots.items():
+        if not slot.always_f32 and not model.weights.is_tied(name):
+            kind = model.weights.format_name(name)
+            parameters[kind] = parameters.get(kind, 0) + slot.parameters
+    return sorted(parameters, key=lambda kind: -parameters[kind])
+
+
+def text_argument(value: str, what: str) -> str:
+    """An argument's bytes, as the shell gave them, read as UTF-8 whatever the locale is."""
+    return utf8(os.fsencode(value), what)
+
+
+def utf8(data: bytes, what: str) -> str:
+    """Bytes as text, unchanged. InvalidContentError with the offset of the first byte that is not UTF-8."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidContentError(
+            f"{what} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; expected UTF-8 text."
+        ) from None
+
+
+def text_or_stdin(ctx: click.Context, value: str | None, what: str) -> str:
+    """An argument's text, or stdin as it is when the argument is absent or "-"."""
+    if value is not None and value != "-":
+        return text_argument(value, what)
+    if sys.stdin is None or (value is None and is_terminal(sys.stdin)):
+        raise click.UsageError(f"there is no {what}: give it as an argument, or on stdin.", ctx)
+    return utf8(sys.stdin.buffer.read(), what)

@@ -1,0 +1,124 @@
+"""`convert` and `quantize`: GGUF files from Hugging Face folders and from other GGUF files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from starscope.cli.common import Session, everywhere, json_option
+from starscope.cli.progress import byte_progress
+from starscope.cli.units import bytes_text
+from starscope.errors import UsageError
+
+if TYPE_CHECKING:
+    from starscope.convert import ConversionReport
+
+FIRST_TYPES = {"0": "f32", "1": "f16"}  # how the first converter for this family numbered its types
+DEFAULT_TYPE = "f16"
+
+
+@click.command()
+@click.argument("source", metavar="SRC", type=click.Path(path_type=str))
+@click.argument("type_", metavar="[TYPE]", required=False)
+@click.option("-o", "--out", "--outfile", type=click.Path(path_type=str), metavar="OUT", help="Where to write.")
+@click.option("--to", metavar="TYPE", help="f32, f16 (default), bf16, q8_0, q4_0; in any case.")
+@click.option("--vocab-only", is_flag=True, help="Write the sizes and the vocabulary, without weights.")
+@click.option("--expand-mqa", is_flag=True, help="Repeat the one key and value head for every query head.")
+@click.option("--verify", is_flag=True, help="Read the file back and compare every value with the source.")
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--allow-key", multiple=True, metavar="KEY", help="Pass over this key of config.json; may be repeated.")
+@json_option
+@everywhere
+@click.pass_context
+def convert(
+    ctx: click.Context,
+    source: str,
+    type_: str | None,
+    out: str | None,
+    to: str | None,
+    vocab_only: bool,
+    expand_mqa: bool,
+    verify: bool,
+    force: bool,
+    allow_key: tuple[str, ...],
+) -> None:
+    """Turn a Hugging Face folder into a GGUF file.
+
+    SRC is the folder. Without -o the file is written into it as ggml-model-TYPE.gguf. TYPE may stand behind SRC
+    instead of --to, and be 0 (f32) or 1 (f16).
+    """
+    from starscope.convert import convert as run
+
+    session: Session = ctx.obj
+    with byte_progress(session, "converting") as progress:
+        report = run(
+            source,
+            out,
+            to=chosen_type(type_, to),
+            vocab_only=vocab_only,
+            expand_mqa=expand_mqa,
+            verify=verify,
+            force=force,
+            allow_unknown=allow_key,
+            progress=progress,
+        )
+    tell(session, report, verified=verify)
+
+
+def chosen_type(positional: str | None, option: str | None) -> str:
+    """The one type that was asked for; UsageError for two that differ."""
+    if positional is not None:
+        positional = FIRST_TYPES.get(positional, positional)
+    if positional and option and positional.lower() != option.lower():
+        raise UsageError(f"two types were given, {positional} and --to {option}; expected one.")
+    return option or positional or DEFAULT_TYPE
+
+
+@click.command()
+@click.argument("source", metavar="IN", type=click.Path(path_type=str))
+@click.argument("out", metavar="OUT", type=click.Path(path_type=str))
+@click.option("--to", required=True, metavar="TYPE", help="f32, f16, bf16, q8_0, q4_0; in any case.")
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@json_option
+@everywhere
+@click.pass_context
+def quantize(ctx: click.Context, source: str, out: str, to: str, force: bool) -> None:
+    """Store a GGUF file's weights in another format.
+
+    Norms, biases and positions stay F32; all other keys are kept as they are.
+    """
+    from starscope.model import find_model
+    from starscope.quantize import quantize as run
+
+    session: Session = ctx.obj
+    with byte_progress(session, "quantizing") as progress:
+        report = run(find_model(source), out, to=to, force=force, progress=progress)
+    tell(session, report, verified=False)
+
+
+def tell(session: Session, report: ConversionReport, *, verified: bool) -> None:
+    """The document, or one line; what the person should know, a line each."""
+    for note in report.notes:
+        session.note(f"note: {note}")
+    if session.json:
+        session.document(as_document(report))
+    speed = f", {bytes_text(int(report.bytes / report.seconds))}/s" if report.seconds > 0 else ""
+    what = f"{report.family}, {report.parameters:,} parameters in {report.tensors} tensors, {report.format}"
+    done = f"{bytes_text(report.bytes)} in {report.seconds:.1f} s{speed}" + (", verified" if verified else "")
+    session.note(f"{report.out}: {what}, {done}")
+
+
+def as_document(report: ConversionReport) -> dict[str, Any]:
+    """The JSON document of a conversion."""
+    return {
+        "out": str(Path(report.out)),
+        "bytes": report.bytes,
+        "seconds": report.seconds,
+        "tensors": report.tensors,
+        "parameters": report.parameters,
+        "family": report.family,
+        "format": report.format,
+        "notes": list(report.notes),
+    }

@@ -1,0 +1,77 @@
+"""`demo`: the first minute, with the small model in the package; no network, no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from starscope import __version__
+from starscope.cli.common import Session, engine_options, everywhere, headline
+from starscope.cli.units import bytes_text, count_text
+
+if TYPE_CHECKING:
+    from starscope.generate import Completion
+    from starscope.model import Model
+
+PROMPT = 'def read_lines(path):\n    """Return the lines of a text file."""\n'
+BEFORE, AFTER = "def maximum(items):\n    best = items[0]\n    for item in items:\n", "    return best\n"
+NEXT = (
+    ("starscope run demo 'def main():' -n 60", "continue your own text"),
+    ("starscope graph demo", "see every step of the forward pass"),
+    ("starscope convert FOLDER -o model.gguf", "bring a StarCoder model of your own"),
+)
+
+
+@click.command()
+@engine_options
+@everywhere
+@click.pass_context
+def demo(ctx: click.Context, engine: str, device: str, ctx_length: int | None, threads: int | None) -> None:
+    """Complete code with the small model in the package.
+
+    Continues the beginning of a function and fills a hole in another, both as they are generated.
+    """
+    from starscope.model import load
+
+    session: Session = ctx.obj
+    session.write(f"starscope {__version__}\n")
+    loaded = load("demo", engine=engine, device=device, context_length=ctx_length, threads=threads)
+    session.write(f"{headline(loaded)}\n{describe(loaded)}")
+    session.write("\n# It continues a function:\n")
+    session.write(PROMPT)
+    first = stream(session, loaded, PROMPT, None)
+    if loaded.tokenizer.fim is not None:
+        session.write("\n\n# It fills the hole between the two parts of another (marked >>> and <<<):\n")
+        session.write(BEFORE + ">>>")
+        stream(session, loaded, BEFORE, AFTER)
+        session.write("<<<\n" + AFTER)
+    timings = first.timings
+    session.write(
+        f"\nprompt {timings.prefill_tok_s:.0f} tok/s, new text {timings.decode_tok_s:.0f} tok/s, "
+        f"loaded in {timings.load_s:.2f} s; nothing left this machine\n"
+    )
+    session.write("\nGo on with:\n")
+    width = max(len(command) for command, _ in NEXT)
+    session.write("".join(f"  {command:<{width}}  {what}\n" for command, what in NEXT))
+
+
+def describe(model: Model) -> str:
+    """What the model is, and what to expect of one so small."""
+    parameters = sum(slot.parameters for name, slot in model.weights.slots.items() if not model.weights.is_tied(name))
+    size = bytes_text(model.path.stat().st_size)
+    return (
+        f"the demo model: {count_text(parameters)} parameters, {size}, {model.context_length} tokens of context, "
+        "trained on Python's standard library\n"
+        "It writes what looks like Python and seldom does what it says: a StarCoder has a thousand times its size.\n"
+    )
+
+
+def stream(session: Session, model: Model, prompt: str, suffix: str | None) -> Completion:
+    """Print a completion as it is generated."""
+    completion = None
+    for piece in model.generate(prompt, suffix, max_new_tokens=60, stop=["\n\n\n", "\ndef ", "\nclass "], stream=True):
+        session.write(piece.text)
+        completion = piece.completion
+    assert completion is not None, "the last piece has the completion"
+    return completion

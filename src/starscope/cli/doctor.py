@@ -1,0 +1,179 @@
+"""`doctor`: what this installation has, and one line that says whether all is well."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from starscope import __version__
+from starscope.cli.common import Session, everywhere, json_option
+from starscope.cli.units import bytes_text
+
+OFFLINE_SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+PACKAGES = ("numpy", "tokenizers", "click", "rich")
+
+
+@click.command()
+@json_option
+@everywhere
+@click.pass_context
+def doctor(ctx: click.Context) -> None:
+    """Check versions, processor, memory and extras.
+
+    The exit status is 0 whether or not something is missing: the last line says what that means.
+    """
+    session: Session = ctx.obj
+    document = examine()
+    session.document(document) if session.json else session.write(as_text(document))
+
+
+def examine() -> dict[str, Any]:
+    """Everything that `doctor` tells."""
+    from starscope import native
+    from starscope.engine.base import usable_cores
+
+    kernels = native.kernels()
+    torch = examine_torch()
+    demo = Path(__file__).parents[1] / "demo" / "demo.gguf"
+    document: dict[str, Any] = {
+        "starscope": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: version_of(name) for name in PACKAGES},
+        "torch": torch,
+        "native": {
+            "present": kernels is not None,
+            "reason": native.why_missing(),
+            "isa": kernels.isa() if kernels is not None else None,
+        },
+        "cpu": {
+            "model": cpu_model(),
+            "cores": os.cpu_count(),
+            "usable_cores": usable_cores(),
+            "cgroup_cores": cgroup_cores(),
+        },
+        "memory": memory(),
+        "offline": {name: os.environ.get(name) for name in OFFLINE_SWITCHES},
+        "demo_model": demo.is_file(),
+    }
+    return {**document, "verdict": verdict(document)}
+
+
+def verdict(document: dict[str, Any]) -> str:
+    """What to conclude, in one sentence."""
+    missing = [name for name, version in document["packages"].items() if version is None]
+    if missing:
+        return f"not ready: {', '.join(missing)} cannot be imported; install starscope again."
+    torch = document["torch"]
+    parts = []
+    if not document["native"]["present"]:
+        parts.append("without compiled kernels (converting and loading are slower)")
+    if torch["version"] is None:
+        parts.append("without torch (no training, gradients or GPU)")
+    elif torch["problem"]:
+        parts.append(f"torch {torch['version']} does not import: {torch['problem']}")
+    return "ready: models run on this machine" + (", " + "; ".join(parts) if parts else "") + "."
+
+
+def version_of(package: str) -> str | None:
+    """An installed package's version, without importing it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def examine_torch() -> dict[str, Any]:
+    """The version and devices of torch, which is imported: being installed does not mean that it works."""
+    version, problem, devices = version_of("torch"), None, []
+    if version is not None:
+        try:
+            import torch
+
+            devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        except Exception as error:  # whatever it is, it is what doctor is asked for
+            problem = f"{type(error).__name__}: {error}"
+    return {"version": version, "problem": problem, "cuda_devices": devices}
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    for line in read_lines("/proc/cpuinfo"):
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def cgroup_cores() -> float | None:
+    """The cores that a container may use at once (cgroup v2, then v1); None: no limit."""
+    words = " ".join(read_lines("/sys/fs/cgroup/cpu.max")).split()
+    if not words:
+        words = [
+            *read_lines("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"),
+            *read_lines("/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+        ]
+    if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[1]) == 0:
+        return None
+    return int(words[0]) / int(words[1])
+
+
+def memory() -> dict[str, int | None]:
+    """Bytes in all, free to use now, and allowed by the container."""
+    table = {}
+    for line in read_lines("/proc/meminfo"):
+        name, _, value = line.partition(":")
+        if value.split()[1:] == ["kB"]:
+            table[name] = int(value.split()[0]) * 1024
+    limits = read_lines("/sys/fs/cgroup/memory.max") or read_lines("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+    limit = int(limits[0]) if limits and limits[0].isdigit() else None
+    total = table.get("MemTotal")
+    if limit is not None and total is not None and limit >= total:  # v1 writes "no limit" as a huge number
+        limit = None
+    return {"total": total, "available": table.get("MemAvailable"), "cgroup_limit": limit}
+
+
+def read_lines(path: str) -> list[str]:
+    """A small system file's lines; none when this system does not have it."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def as_text(document: dict[str, Any]) -> str:
+    """The same in lines of a name and a value; the verdict last."""
+    cpu, found, native, torch = (document[name] for name in ("cpu", "memory", "native", "torch"))
+    cores = f"{cpu['usable_cores']} of {cpu['cores']} cores"
+    if cpu["cgroup_cores"] is not None:
+        cores += f", {cpu['cgroup_cores']:g} at once in this container"
+    room = " of ".join(bytes_text(found[name]) for name in ("available", "total") if found[name] is not None)
+    if found["cgroup_limit"] is not None:
+        room += f", at most {bytes_text(found['cgroup_limit'])} in this container"
+    if torch["version"] is None:
+        torch_text = "absent: no training, gradients or GPU (pip install 'starscope[torch]')"
+    elif torch["problem"]:
+        torch_text = f"{torch['version']}, which does not import: {torch['problem']}"
+    else:
+        torch_text = f"{torch['version']}, " + (", ".join(torch["cuda_devices"]) or "no GPU")
+    offline = [name for name, value in document["offline"].items() if value and value != "0"]
+    rows = [
+        ("starscope", document["starscope"]),
+        ("python", f"{document['python']} ({sys.executable})"),
+        ("platform", document["platform"]),
+        ("packages", ", ".join(f"{name} {version or 'absent'}" for name, version in document["packages"].items())),
+        ("torch", torch_text),
+        ("kernels", f"compiled, {native['isa']}" if native["present"] else f"absent: {native['reason']}"),
+        ("processor", f"{cpu['model']}, {cores}"),
+        ("memory", f"{room} free" if room else "unknown"),
+        ("offline", ", ".join(offline) or "not asked for"),
+        ("demo model", "in the package" if document["demo_model"] else "absent"),
+        ("verdict", document["verdict"]),
+    ]
+    return "".join(f"{name:<11} {value}\n" for name, value in rows)

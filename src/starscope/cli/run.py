@@ -1,0 +1,166 @@
+"""`run` and `tokenize`: text in, text or tokens out."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from starscope.cli.common import (
+    MODEL,
+    Session,
+    engine_options,
+    everywhere,
+    is_terminal,
+    json_option,
+    load_model,
+    load_tokenizer,
+    text_argument,
+    text_or_stdin,
+)
+
+if TYPE_CHECKING:
+    from starscope.generate import Completion
+    from starscope.model import Model
+
+
+@click.command()
+@click.argument("model", type=MODEL)
+@click.argument("prompt", required=False)
+@click.option("-n", "--max-new-tokens", type=int, default=128, show_default=True, metavar="N", help="Tokens at most.")
+@click.option("--suffix", metavar="TEXT", help="Fill the hole between PROMPT and this text; prints the middle alone.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, metavar="T", help="0: the likeliest token.")
+@click.option("--top-k", type=int, default=0, metavar="K", help="Draw from the K likeliest tokens (0: all).")
+@click.option("--top-p", type=float, default=1.0, metavar="P", help="From the likeliest that sum to P (1: all).")
+@click.option(
+    "--min-p", type=float, default=0.0, metavar="P", help="From those P times as likely as the best (0: all)."
+)
+@click.option("--seed", type=int, metavar="N", help="The same seed draws the same text (default: a fresh one).")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text, taken literally; may be repeated.")
+@engine_options
+@json_option
+@everywhere
+@click.pass_context
+def run(
+    ctx: click.Context,
+    model: str,
+    prompt: str | None,
+    max_new_tokens: int,
+    suffix: str | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int | None,
+    stop: tuple[str, ...],
+    engine: str,
+    device: str,
+    ctx_length: int | None,
+    threads: int | None,
+) -> None:
+    r"""Continue a prompt, or fill a hole in it.
+
+    PROMPT is read from stdin when absent or "-": UTF-8, exactly as it is. stdout gets the completion alone, as it is
+    generated; what runs and how fast goes to stderr.
+
+    A stop text is literal: write a line feed as the shell does, --stop $'\n\n'.
+    """
+    from starscope.generate import check_limits
+    from starscope.sampling import SamplingOptions
+
+    session: Session = ctx.obj
+    stops = [text_argument(text, "a stop text") for text in stop]
+    # Refused before a model is loaded for nothing.
+    SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    check_limits(max_new_tokens=max_new_tokens, stop=stops)
+    before = text_or_stdin(ctx, prompt, "prompt")
+    after = None if suffix is None else text_argument(suffix, "the suffix")
+
+    loaded = load_model(session, model, engine, device, ctx_length, threads)
+    completion = None
+    for piece in loaded.generate(
+        before,
+        after,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        stop=stops,
+        seed=seed,
+        stream=True,
+    ):
+        if piece.text and not session.json:
+            session.write(piece.text)
+        completion = piece.completion
+    assert completion is not None, "the last piece has the completion"
+    if session.json:
+        session.document(as_document(completion))
+    elif completion.text and is_terminal(sys.stdout):
+        session.note("")
+    if after is not None:
+        warn_of_cut(session, loaded, before, after, completion)
+    session.note(summary(completion))
+
+
+def as_document(completion: Completion) -> dict[str, object]:
+    """The JSON document of a completion."""
+    timings = completion.timings
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "prompt_tokens": completion.prompt_tokens,
+        "timings": {
+            "load_s": timings.load_s,
+            "prefill_tok_s": timings.prefill_tok_s,
+            "decode_tok_s": timings.decode_tok_s,
+        },
+    }
+
+
+def summary(completion: Completion) -> str:
+    """Tokens and speeds in one line."""
+    timings, made = completion.timings, len(completion.token_ids)
+    parts = [f"prompt {completion.prompt_tokens} tokens"]
+    if timings.prefill_tok_s:
+        parts[0] += f", {timings.prefill_tok_s:.0f} tok/s"
+    parts.append(f"{made} new token" + ("s" if made != 1 else ""))
+    if timings.decode_tok_s:
+        parts[1] += f", {timings.decode_tok_s:.1f} tok/s"
+    return " · ".join([*parts, f"loaded in {timings.load_s:.2f} s", f"ended by {completion.finish_reason}"])
+
+
+def warn_of_cut(session: Session, model: Model, before: str, after: str, completion: Completion) -> None:
+    """Say it when text around the hole was left out: nothing is cut silently."""
+    whole = 3 + len(model.tokenizer.encode(before)) + len(model.tokenizer.encode(after))
+    if completion.prompt_tokens < whole:
+        session.note(
+            f"note: the text around the hole has {whole} tokens; {completion.prompt_tokens} were used: "
+            "the end of the prompt and the start of the suffix."
+        )
+
+
+@click.command()
+@click.argument("model", type=MODEL)
+@click.argument("text", required=False)
+@click.option("--special", is_flag=True, help="Read special tokens such as <fim_prefix> in the text as tokens.")
+@json_option
+@everywhere
+@click.pass_context
+def tokenize(ctx: click.Context, model: str, text: str | None, special: bool) -> None:
+    """Show a text as a model's tokens.
+
+    TEXT is read from stdin when absent or "-". One line a token: its id, a tab, and its text, quoted.
+    """
+    session: Session = ctx.obj
+    content = text_or_stdin(ctx, text, "text")
+    tokenizer = load_tokenizer(model)
+    ids = tokenizer.encode(content, special=special)
+    pieces = [tokenizer.piece(token) for token in ids]
+    if session.json:
+        session.document({"ids": ids, "pieces": pieces})
+    else:
+        session.write("".join(f"{token}\t{piece!r}\n" for token, piece in zip(ids, pieces, strict=True)))
+    session.detail(f"{len(ids)} tokens, {len(content.encode())} bytes")
