@@ -14,7 +14,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -42,6 +43,7 @@ OTHER_WEIGHTS = {
     "*.pt": "PyTorch pickles (*.pt)",
     "*.pth": "PyTorch pickles (*.pth)",
 }
+EXPECTED = "Expected the folder of a Hugging Face model."
 RESAVE = (
     "This version reads safetensors. Save the model again with transformers: "
     "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER, safe_serialization=True)."
@@ -65,7 +67,8 @@ class WeightFile:
             except OSError as error:
                 raise InputError(f"{self.path} cannot be read: {error.strerror}.") from error
             if count == 0:
-                raise CheckpointError(f"{self.path} ends at byte {offset + done}; expected {len(buffer) - done} bytes more.")
+                missing = len(buffer) - done
+                raise CheckpointError(f"{self.path} ends at byte {offset + done}; expected {missing} bytes more.")
             done += count
 
     def close(self) -> None:
@@ -106,7 +109,8 @@ class CheckpointTensor:
     def format(self) -> Format:
         """The format that its bytes are in. UnsupportedError for a type that weights are not stored in."""
         if self.dtype not in STORED:
-            raise UnsupportedError(f"{self.path}: {self.name} is stored as {self.dtype}; supported: {', '.join(STORED)}.")
+            known = ", ".join(STORED)
+            raise UnsupportedError(f"{self.path}: {self.name} is stored as {self.dtype}; supported: {known}.")
         return find_format(self.dtype)
 
     def read_raw_rows(self, start: int, stop: int, into: np.ndarray | None = None) -> np.ndarray:
@@ -115,7 +119,7 @@ class CheckpointTensor:
             raise IndexError(f"rows {start} to {stop} of {self.name}, which has {self.num_rows}")
         size = (stop - start) * self.row_bytes
         raw = np.empty(size, np.uint8) if into is None else into[:size]
-        self.file.read_into(memoryview(raw), self.offset + start * self.row_bytes)
+        self.file.read_into(raw.data, self.offset + start * self.row_bytes)
         return raw.reshape(stop - start, self.row_bytes)
 
     def read_rows(self, start: int, stop: int) -> np.ndarray:
@@ -152,7 +156,9 @@ class Checkpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -166,8 +172,10 @@ def open_checkpoint(folder: str | os.PathLike[str], *, weights: bool = True) -> 
     _check_is_folder(folder)
     if not (folder / "config.json").is_file():
         gguf = sorted(path.name for path in folder.glob("*.gguf"))
-        hint = f"It holds {gguf[0]}, which is converted already." if gguf else "Expected the folder of a Hugging Face model."
-        raise InputError(f"{folder} has no config.json.", hint=hint)
+        raise InputError(
+            f"{folder} has no config.json.",
+            hint=f"It holds {gguf[0]}, which is converted already." if gguf else EXPECTED,
+        )
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     generation_config = read_json(generation) if generation.is_file() else None
@@ -207,7 +215,7 @@ def _check_is_folder(folder: Path) -> None:
     try:
         mode = folder.stat().st_mode
     except FileNotFoundError:
-        raise InputError(f"{folder} does not exist.", hint="Expected the folder of a Hugging Face model.") from None
+        raise InputError(f"{folder} does not exist.", hint=EXPECTED) from None
     except OSError as error:
         raise InputError(f"{folder} cannot be read: {error.strerror}.") from error
     if stat.S_ISDIR(mode):
@@ -217,9 +225,11 @@ def _check_is_folder(folder: Path) -> None:
     if is_gguf:
         raise InputError(
             f"{folder} is a GGUF file; expected the folder of a Hugging Face model.",
-            hint="To change how a GGUF file's weights are stored, use starscope quantize.",
+            hint="To store its weights in another format, use starscope quantize.",
         )
-    raise InputError(f"{folder} is a file; expected the folder of a Hugging Face model.", hint="Name the folder that holds it.")
+    raise InputError(
+        f"{folder} is a file.", hint="Expected the folder of a Hugging Face model: name the one that holds it."
+    )
 
 
 def _open_regular(path: Path) -> int:
@@ -242,7 +252,7 @@ def _open_weights(folder: Path) -> dict[str, CheckpointTensor]:
         return _open_shards(folder)
     shards = sorted(path.name for path in folder.glob("model-*-of-*.safetensors"))
     if shards:
-        raise InputError(f"{folder} has {len(shards)} shards ({shards[0]}, …) and no {INDEX}; expected the index beside them.")
+        raise InputError(f"{folder} has {len(shards)} shards and no {INDEX}; expected the index beside {shards[0]}.")
     for pattern, what in OTHER_WEIGHTS.items():
         if any(folder.glob(pattern)):
             raise UnsupportedError(f"{folder} holds {what} and no {SINGLE}.", hint=RESAVE)
@@ -256,7 +266,7 @@ def _open_shards(folder: Path) -> dict[str, CheckpointTensor]:
         raise CheckpointError(f"{index} has no weight_map; expected tensor names with the shard that each is in.")
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or shard in ("", ".", "..") or "/" in shard or "\\" in shard or "\0" in shard:
-            raise CheckpointError(f"{index}: {name} is in {shard!r}; expected the plain name of a file beside the index.")
+            raise CheckpointError(f"{index}: {name} is in {shard!r}; expected the plain name of a file beside it.")
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not (folder / shard).exists()]
     if missing:
@@ -292,18 +302,22 @@ def read_safetensors(path: Path) -> dict[str, CheckpointTensor]:
 def _read_header(file: WeightFile) -> tuple[dict[str, Any], int]:
     """The header without `__metadata__`, and where the tensors' bytes start."""
     if file.size < 8:
-        raise CheckpointError(f"{file.path} has {file.size} bytes; expected a safetensors file, whose header alone has more.")
+        raise CheckpointError(f"{file.path} has {file.size} bytes; a safetensors file has at least 8.")
     prefix = bytearray(8)
     file.read_into(memoryview(prefix), 0)
     length = int.from_bytes(prefix, "little")
     if length > HEADER_LIMIT:
         raise CheckpointError(f"{file.path} says that its header has {length} bytes; expected at most {HEADER_LIMIT}.")
     if length > file.size - 8:
-        raise CheckpointError(f"{file.path} is cut: its header takes {8 + length} bytes and the file has {file.size}.", hint="Download it again.")
+        expected = f"expected {8 + length} bytes for the header alone, found {file.size}"
+        raise CheckpointError(f"{file.path} is cut: {expected}.", hint="Download it again.")
     data = bytearray(length)
     file.read_into(memoryview(data), 8)
     if not data.startswith(b"{"):
-        raise CheckpointError(f"{file.path} is not a safetensors file: its header starts with {bytes(data[:8])!r}; expected '{{'.")
+        start = bytes(data[:8])
+        raise CheckpointError(
+            f"{file.path} is not a safetensors file: its header starts with {start!r}; expected '{{'."
+        )
     entries = _parse_object(bytes(data), f"{file.path}: the header")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -343,7 +357,8 @@ def _check_ranges(file: WeightFile, data_start: int, tensors: Iterable[Checkpoin
     for tensor in tensors:
         if tensor.offset != at:
             what = "overlaps the tensor before it" if tensor.offset < at else "leaves a hole before it"
-            raise CheckpointError(f"{file.path}: {tensor.name} starts at byte {tensor.offset} and {what}; expected {at}.")
+            found = f"{tensor.name} starts at byte {tensor.offset} and {what}"
+            raise CheckpointError(f"{file.path}: {found}; expected {at}.")
         at += tensor.nbytes
     if at > file.size:
         raise CheckpointError(f"{file.path} is cut: expected {at} bytes, found {file.size}.", hint="Download it again.")
@@ -353,11 +368,11 @@ def _check_ranges(file: WeightFile, data_start: int, tensors: Iterable[Checkpoin
 
 def _parse_object(data: bytes, where: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: Mapping[str, Any] = dict(pairs)
+        found = dict(pairs)
         if len(found) != len(pairs):
-            names = [key for key, _ in pairs]
-            raise CheckpointError(f"{where} says {next(key for key in names if names.count(key) > 1)!r} twice.")
-        return dict(found)
+            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+            raise CheckpointError(f"{where} says {twice!r} twice.")
+        return found
 
     try:
         parsed = json.loads(data.decode("utf-8"), object_pairs_hook=unique)

@@ -38,12 +38,16 @@ FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
 QUANTIZATION_VERSION = 2  # of ggml's block layouts, those of formats.py
 FALLBACK = "F16"  # for rows that are not whole quant blocks
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-LICENSE_KEYS = {"license": "general.license", "license_name": "general.license.name", "license_link": "general.license.link"}
+LICENSE_KEYS = {
+    "license":      "general.license",
+    "license_name": "general.license.name",
+    "license_link": "general.license.link",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What was written: `bytes` of file, in `seconds`; `parameters` counts every value once. `notes` are for a person."""
+    """What was written: `bytes` of file in `seconds`; `parameters` counts every value once. `notes` are for a person."""
 
     out: Path
     bytes: int
@@ -119,7 +123,7 @@ def target_format(to: str) -> Format:
 
 
 def check_output(path: Path, force: bool, inputs: Iterable[Path]) -> None:
-    """Refuse, before any work, an output that exists without `force`, and one that is an input whatever `force` says."""
+    """Refuse, before any work, an output that exists unless `force`, and always one that is an input."""
     if not os.path.lexists(path):
         return
     if not force:
@@ -290,20 +294,17 @@ def size_label(parameters: int) -> str:
     """The number of parameters with two digits and a unit, as GGUF file names have it: 164M, 1.1B; "" for none."""
     if not parameters:
         return ""
-    for unit, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
-        if parameters > unit:
-            break
-    else:
-        unit, letter = 1000, "K"
-    scaled = parameters / unit
+    units = {"T": 10**12, "B": 10**9, "M": 10**6, "K": 10**3}
+    letter = next((letter for letter, unit in units.items() if parameters > unit), "K")
+    scaled = parameters / units[letter]
     digits = max(2 - len(str(round(scaled)).lstrip("0")), 0)
     return f"{scaled:.{digits}f}{letter}"
 
 
 def _verify(path: Path, pieces: Sequence[Piece], count: Counter) -> None:
-    """Compare every value of the file with the source rounded to its format; VerificationError names the first that differs.
+    """Compare every value of the file with the source rounded to its format; VerificationError names what differs first.
 
-    The file is opened as any reader does, and its bytes are read, not mapped, so that a large one needs little memory.
+    The header is read as by any reader; the tensors' bytes are read, not mapped, so that a large file needs no memory.
     """
     with read_gguf(path) as file:
         infos = file.tensors
@@ -319,7 +320,7 @@ def _verify(path: Path, pieces: Sequence[Piece], count: Counter) -> None:
         for start, stop in piece.spans():
             expected_raw = piece.encoded(start, stop)
             found_raw = np.empty_like(expected_raw)
-            written.read_into(memoryview(found_raw.reshape(-1)), at)
+            written.read_into(found_raw.reshape(-1).data, at)
             _compare(piece, start, decode(piece.format, found_raw), decode(piece.format, expected_raw))
             at += found_raw.nbytes
             count.add(found_raw.nbytes)

@@ -26,7 +26,7 @@ COMPARED_BYTES = 4 << 20  # read at a time when two tensors are compared
 
 @dataclass(frozen=True)
 class MappedTensor:
-    """One of our tensors: row i is row `rows[i]` of the stored one (None: the same rows). Of a vector, rows are elements."""
+    """One of our tensors: its row i is row `rows[i]` of the stored one (None: the same). A vector's rows are elements."""
 
     slot: Slot
     stored: CheckpointTensor
@@ -44,7 +44,7 @@ class MappedTensor:
         return self.shape[0] if len(self.shape) > 1 else 1
 
     def read_raw(self, start: int, stop: int, into: Bytes | None = None) -> Bytes:
-        """Rows start … stop as stored, in our order: uint8 [rows row_bytes], in `into` (uint8, long enough) when given."""
+        """Rows start … stop as stored, in our order: uint8 [rows row_bytes], in `into` (long enough) when given."""
         if self.rows is None:
             return self.stored.read_raw_rows(start, stop, into)
         if len(self.shape) == 1:
@@ -186,8 +186,8 @@ def _check_complete(
     unknown = [name for name in checkpoint.tensors if name not in known]
     if unknown:
         raise CheckpointError(
-            f"{checkpoint.folder} has tensors that {family.name} with {hp.num_layers} layers does not know: {_listed(unknown)}.",
-            hint="Nothing is left out in silence: a tensor that no part of the model uses points to another architecture.",
+            f"{checkpoint.folder} has tensors that {family.name} of {hp.num_layers} layers does not know: {_listed(unknown)}.",
+            hint="A tensor that no part of the model uses points to another architecture; none is left out in silence.",
         )
 
 
@@ -197,7 +197,9 @@ def _check_shape(checkpoint: Checkpoint, slot: Slot, stored: CheckpointTensor, h
         return
     found, expected = (" ".join(map(str, shape)) for shape in (stored.shape, slot.shape))
     sizes = ", ".join(f"{name} {value}" for name, value in hp.items() if type(value) is int)
-    raise CheckpointError(f"{checkpoint.folder}: {stored.name} is [{found}]; expected [{expected}] from config.json ({sizes}).")
+    raise CheckpointError(
+        f"{checkpoint.folder}: {stored.name} is [{found}]; expected [{expected}] from config.json ({sizes})."
+    )
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:

@@ -2,8 +2,9 @@
 
     model = make_checkpoint(tmp_path / "model", multi_query=False, dtype="bfloat16", shards=2)
 
-The weights are spread so that logits differ clearly between tokens and a wrong bias, norm or head order shows. The tokenizer is a
-byte-level BPE with StarCoder's special tokens and a few merges; it is smaller than the embedding, as real ones are.
+The weights are spread so that logits differ clearly between tokens and a wrong bias, norm or head order shows. The
+tokenizer is a byte-level BPE with StarCoder's special tokens and a few merges, smaller than the embedding, as real ones
+are.
 `PAIRWISE` covers every pair of settings of the six options that change a folder's form.
 """
 
@@ -74,7 +75,7 @@ def byte_characters() -> list[str]:
 
 
 def make_tokenizer(folder: Path, vocab_size: int = 320) -> None:
-    """Write tokenizer.json and tokenizer_config.json: at most `vocab_size` tokens, the specials first, as StarCoder's."""
+    """Write tokenizer.json and tokenizer_config.json: at most `vocab_size` tokens, StarCoder's specials first."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,0 +1,132 @@
+"""A GGUF file with its weights stored in another format: smaller, or decoded again.
+
+Which tensors take the format is the family's to say, as in a conversion: matrices do, positions and vectors stay F32.
+Everything else in the file is copied as it is.
+
+    report = quantize("model-f16.gguf", "model-q8_0.gguf", to="q8_0")
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from starscope.convert import (
+    CHUNK_BYTES,
+    ConversionReport,
+    Counter,
+    Progress,
+    check_output,
+    choose_formats,
+    encode_checked,
+    file_type_metadata,
+    target_format,
+)
+from starscope.errors import GGUFError, UnsupportedError
+from starscope.family import Family, find_family_for_gguf, hparams_from_metadata
+from starscope.formats import Bytes, Format, decode
+from starscope.gguf.format import Value
+from starscope.gguf.reader import GGUFFile, TensorInfo, read_gguf
+from starscope.gguf.writer import OutputTensor, write_gguf
+
+SPLIT_PREFIX = "split."  # keys of a file in parts; the output is whole
+EXACT = ("F32", "F16", "BF16")  # formats that are not quantized
+
+
+def quantize(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    to: str,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Write the model of the GGUF file `source`, which may be in parts, to `out` in the format `to`.
+
+    Raises OutputExistsError unless `force`, UsageError when `out` is the source, GGUFError for a source that
+    contradicts itself, UnsupportedError for formats that are not decoded, DoesNotFitError and OutputError for the
+    disk. Whatever is raised, KeyboardInterrupt included, nothing is left behind.
+    """
+    began = time.perf_counter()
+    target, path = target_format(to), Path(out)
+    with read_gguf(source) as file:
+        check_output(path, force, inputs=file.paths)
+        family = _family(file)
+        f32_only = _always_f32(file, family)
+        infos = list(file.tensors.values())
+        formats, notes = choose_formats([(info.name, f32_only[info.name], info.shape) for info in infos], target)
+        notes += _requantized(infos, formats)
+        metadata: dict[str, Value] = {
+            **{key: value for key, value in file.metadata.items() if not key.startswith(SPLIT_PREFIX)},
+            **file_type_metadata(target),
+        }
+        pieces = [StoredPiece(file, info, formats[info.name]) for info in infos]
+        count = Counter(progress, sum(piece.format.nbytes(piece.info.shape) for piece in pieces))
+        outputs = [OutputTensor(p.info.name, p.info.shape, p.format, count.counted(p.chunks)) for p in pieces]
+        size = write_gguf(path, metadata, outputs, force=force)
+        parameters = sum(int(np.prod(info.shape)) for info in infos)
+        seconds = time.perf_counter() - began
+        return ConversionReport(path, size, seconds, len(pieces), parameters, family.name, target.name, notes)
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """One tensor of a GGUF file and the format that it is written in."""
+
+    file: GGUFFile
+    info: TensorInfo
+    format: Format
+
+    def chunks(self) -> Iterator[Bytes]:
+        """The tensor's bytes in order: as stored where the format stays, decoded and encoded where it does not."""
+        step = max(1, CHUNK_BYTES // (self.info.nbytes // self.info.rows))
+        for start in range(0, self.info.rows, step):
+            raw = self.file.raw_rows(self.info.name, start, min(start + step, self.info.rows))
+            if self.info.format == self.format:
+                yield raw
+            else:
+                yield encode_checked(self.info.name, self.format, decode(_decodable(self.info), raw))
+
+
+def _decodable(info: TensorInfo) -> Format:
+    if info.format is None:
+        raise UnsupportedError(f"{info.name} is stored as {info.type_name}, which starscope does not decode.")
+    return info.format
+
+
+def _family(file: GGUFFile) -> Family:
+    architecture = file.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise GGUFError(f"{file.path} has no general.architecture; expected the name of one.")
+    return find_family_for_gguf(architecture)
+
+
+def _always_f32(file: GGUFFile, family: Family) -> dict[str, bool]:
+    """Whether each tensor stays F32. GGUFError for a tensor that the family does not know or lacks."""
+    if not file.tensors:
+        raise GGUFError(f"{file.path} has a vocabulary and no tensors; expected a whole model.")
+    slots = {slot.gguf: slot for slot in family.slots(hparams_from_metadata(family, file))}
+    for name, info in file.tensors.items():
+        if name not in slots:
+            raise GGUFError(f"{file.path} has a tensor that {family.name} does not know: {name}.")
+        if info.shape != slots[name].shape:
+            found, expected = (" ".join(map(str, shape)) for shape in (info.shape, slots[name].shape))
+            raise GGUFError(f"{file.path}: {name} is [{found}]; expected [{expected}] from the file's own sizes.")
+        _decodable(info)
+    missing = [name for name, slot in slots.items() if name not in file.tensors and slot.tied_to is None]
+    if missing:
+        raise GGUFError(f"{file.path} has no tensor {missing[0]}; {family.name} needs it.")
+    return {name: slots[name].always_f32 for name in file.tensors}
+
+
+def _requantized(infos: list[TensorInfo], formats: dict[str, Format]) -> list[str]:
+    """A note when values are rounded a second time, or decoded from what was rounded."""
+    again = {info.type_name for info in infos if info.type_name not in EXACT and info.format != formats[info.name]}
+    if not again:
+        return []
+    return [f"the source is quantized already ({', '.join(sorted(again))}); converting the original again gives more."]
