@@ -112,8 +112,9 @@ class Value:
             return self.payload.decode()
         if self.element_type is ValueType.STRING:
             return self._strings()
-        values = np.frombuffer(self.payload, SCALARS[self.element_type or self.type])
-        return values if self.type is ValueType.ARRAY else values.tolist()[0]
+        if self.element_type is not None:
+            return np.frombuffer(self.payload, SCALARS[self.element_type])
+        return np.frombuffer(self.payload, SCALARS[self.type]).tolist()[0]  # type: ignore[no-any-return]
 
     def _strings(self) -> list[str]:
         payload, length_at = self.payload, struct.Struct("<Q").unpack_from

@@ -427,9 +427,9 @@ class _Part:
             if offset < end:
                 raise self._fail(f"the tensors {previous} and {info.name} overlap", offset)
             if offset + info.nbytes > self._size:
-                missing = offset + info.nbytes - self._size
-                problem = f"{info.name} needs {info.nbytes} bytes and the file has {info.nbytes - missing} there"
-                raise self._fail(f"{problem}: {missing} are missing", offset)
+                stop = offset + info.nbytes
+                problem = f"{info.name} needs {info.nbytes} bytes, up to byte {stop}, and the file has {self._size}"
+                raise self._fail(f"{problem}: {stop - self._size} are missing", offset)
             unused += offset - end - padding(end, self.alignment)
             end, previous = offset + info.nbytes, info.name
         unused += max(0, self._size - end - padding(end, self.alignment))

@@ -119,7 +119,7 @@ def _alignment(metadata: Mapping[str, Value]) -> int:
 
 def _checked_size(tensor: OutputTensor) -> int:
     """The tensor's bytes, once its name and shape are known to be readable again."""
-    problem = name_problem(os.fsencode(tensor.name)) or shape_problem(tensor.shape, tensor.format.type_id)
+    problem = name_problem(tensor.name.encode("utf-8", "surrogatepass")) or shape_problem(tensor.shape, tensor.format.type_id)
     if problem:
         raise GGUFError(f"{tensor.name!r} cannot be written: {problem}.")
     return tensor.format.nbytes(tensor.shape)
@@ -236,7 +236,7 @@ def _atomic_output(
         if check is not None:
             check(path.with_name(temporary))
         with _reasons(path):
-            if not force and path.name in os.listdir(folder):
+            if not force and _is_there(path.name, folder):
                 raise OutputExistsError(f"{path} was created meanwhile.", hint="Use --force to replace it.")
             os.rename(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
         with contextlib.suppress(OSError):  # the file is in place; not every file system can sync a folder
@@ -249,13 +249,21 @@ def _atomic_output(
         os.close(folder)
 
 
+def _is_there(name: str, folder: int) -> bool:
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 class _Output:
     """A file that a thread of its own writes to, in the order given."""
 
     def __init__(self, path: Path, descriptor: int, total: int) -> None:
         self._path, self._descriptor, self._total = path, descriptor, total
         self._written = self._started = 0  # bytes written, bytes that the disk was asked to take
-        self._failure: OSError | None = None
+        self._failure: BaseException | None = None
         self._queue: queue.Queue[memoryview | bytes | None] = queue.Queue(QUEUED_CHUNKS)
         self._thread = threading.Thread(target=self._run, name="starscope-writer", daemon=True)
         self._thread.start()
@@ -288,7 +296,7 @@ class _Output:
             if self._failure is None:  # after a failure the rest is only taken, so that nobody waits for room
                 try:
                     self._write(data)
-                except OSError as error:
+                except BaseException as error:
                     self._failure = error
 
     def _write(self, data: memoryview | bytes) -> None:
@@ -297,9 +305,10 @@ class _Output:
             count = os.write(self._descriptor, view)
             view = view[count:]
             self._written += count
-        if self._written - self._started >= WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
-            # Of dirty pages this advice says: begin to write them. They stay in memory, then and afterwards.
-            os.posix_fadvise(self._descriptor, self._started, self._written - self._started, os.POSIX_FADV_DONTNEED)
+        fresh = self._written - self._started
+        if fresh >= WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):  # advice; of dirty pages it says: begin to write them, and keep them
+                os.posix_fadvise(self._descriptor, self._started, fresh, os.POSIX_FADV_DONTNEED)
             self._started = self._written
 
     def _check(self) -> None:
