@@ -125,8 +125,8 @@ class CheckpointTensor:
     def read_rows(self, start: int, stop: int) -> np.ndarray:
         """Rows start … stop as float32 [rows, …]; of a vector, row 0 is all of it."""
         raw = self.read_raw_rows(start, stop)
-        values = decode(self.format, raw)
-        return values.reshape(stop - start, *self.shape[1:]) if len(self.shape) > 1 else values
+        shape = (stop - start, *self.shape[1:]) if len(self.shape) > 1 else (stop - start, *self.shape)
+        return decode(self.format, raw).reshape(shape) if raw.size else np.zeros(shape, np.float32)
 
     def read(self) -> np.ndarray:
         """The whole tensor as float32, in its shape."""

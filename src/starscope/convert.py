@@ -47,7 +47,7 @@ LICENSE_KEYS = {
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What was written: `bytes` of file in `seconds`; `parameters` counts every value once. `notes` are for a person."""
+    """What was written: `bytes` in `seconds`. `parameters` counts every value once; `notes` are for a person."""
 
     out: Path
     bytes: int
@@ -302,7 +302,8 @@ def size_label(parameters: int) -> str:
 
 
 def _verify(path: Path, pieces: Sequence[Piece], count: Counter) -> None:
-    """Compare every value of the file with the source rounded to its format; VerificationError names what differs first.
+    """Compare every value of the file with the source rounded to its format; VerificationError names the first tensor
+    that differs.
 
     The header is read as by any reader; the tensors' bytes are read, not mapped, so that a large file needs no memory.
     """

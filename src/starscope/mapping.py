@@ -26,7 +26,7 @@ COMPARED_BYTES = 4 << 20  # read at a time when two tensors are compared
 
 @dataclass(frozen=True)
 class MappedTensor:
-    """One of our tensors: its row i is row `rows[i]` of the stored one (None: the same). A vector's rows are elements."""
+    """One of our tensors: row i is row `rows[i]` of the stored one (None: the same); a vector's rows are elements."""
 
     slot: Slot
     stored: CheckpointTensor
@@ -186,7 +186,8 @@ def _check_complete(
     unknown = [name for name in checkpoint.tensors if name not in known]
     if unknown:
         raise CheckpointError(
-            f"{checkpoint.folder} has tensors that {family.name} of {hp.num_layers} layers does not know: {_listed(unknown)}.",
+            f"{checkpoint.folder} has tensors that {family.name} of {hp.num_layers} layers does not know: "
+            f"{_listed(unknown)}.",
             hint="A tensor that no part of the model uses points to another architecture; none is left out in silence.",
         )
 
