@@ -154,8 +154,12 @@ def as_starscope_error(error: BaseException) -> StarscopeError:
     """An error of the command line, of the system or of ours as one of ours; anything else as an internal error."""
     if isinstance(error, StarscopeError):
         return error
+    if isinstance(error, click.NoSuchOption):
+        near = " or ".join(sorted(error.possibilities or ()))
+        hint = f"Did you mean {near}?" if near else f"See: {error.ctx.command_path if error.ctx else PROGRAM} --help"
+        return UsageError(f"there is no option {error.option_name}.", hint=hint)
     if isinstance(error, click.UsageError):
-        path = error.ctx.command_path if error.ctx else "starscope"
+        path = error.ctx.command_path if error.ctx else PROGRAM
         return UsageError(_sentence(error.format_message()), hint=f"See: {path} --help")
     if isinstance(error, click.ClickException):
         return UsageError(_sentence(error.format_message()))

@@ -40,7 +40,6 @@ def examine() -> dict[str, Any]:
 
     kernels = native.kernels()
     torch = examine_torch()
-    demo = Path(__file__).parents[1] / "demo" / "demo.gguf"
     document: dict[str, Any] = {
         "starscope": __version__,
         "python": platform.python_version(),
@@ -60,7 +59,7 @@ def examine() -> dict[str, Any]:
         },
         "memory": memory(),
         "offline": {name: os.environ.get(name) for name in OFFLINE_SWITCHES},
-        "demo_model": demo.is_file(),
+        "demo_model": has_demo_model(),
     }
     return {**document, "verdict": verdict(document)}
 
@@ -79,6 +78,18 @@ def verdict(document: dict[str, Any]) -> str:
     elif torch["problem"]:
         parts.append(f"torch {torch['version']} does not import: {torch['problem']}")
     return "ready: models run on this machine" + (", " + "; ".join(parts) if parts else "") + "."
+
+
+def has_demo_model() -> bool:
+    """Whether MODEL may be "demo"."""
+    from starscope.errors import InputError
+    from starscope.model import find_model
+
+    try:
+        find_model("demo")
+    except InputError:
+        return False
+    return True
 
 
 def version_of(package: str) -> str | None:

@@ -134,7 +134,8 @@ def summary(completion: Completion) -> str:
 
 def warn_of_cut(session: Session, model: Model, before: str, after: str, completion: Completion) -> None:
     """Say it when text around the hole was left out: nothing is cut silently."""
-    whole = 3 + len(model.tokenizer.encode(before)) + len(model.tokenizer.encode(after))
+    markers = 3 + model.tokenizer.add_bos
+    whole = markers + len(model.tokenizer.encode(before)) + len(model.tokenizer.encode(after))
     if completion.prompt_tokens < whole:
         session.note(
             f"note: the text around the hole has {whole} tokens; {completion.prompt_tokens} were used: "
