@@ -38,7 +38,7 @@ def main() -> None:
     requirements = project["project"]["dependencies"] + project["build-system"]["requires"] + CMAKE
     pins = digest([ROOT / "pyproject.toml", ROOT / "constraints.txt"])
 
-    if stamp_is("venv", sys.version) is False or not runs(PYTHON):
+    if not venv_works():
         make_venv()
     step("base", pins, lambda: pip("install", *PIN, *requirements))
     if job != "demo":
@@ -50,7 +50,7 @@ def main() -> None:
         sources = [*native, *files(ROOT / "src"), ROOT / "README.md", ROOT / "LICENSE"]
         # The demo takes a wheel without the native module, the tests never do.
         compiled = f"wheel with the native module {pins} {digest(sources)}"
-        if stamp_is("package", compiled) is False:
+        if not stamp_is("package", compiled):
             step(
                 "package", f"wheel {pins} {digest(sources)}" if job == "demo" else compiled, lambda: install_wheel(job)
             )
@@ -93,13 +93,24 @@ def install_wheel(job: str) -> None:
     pip("install", "--no-index", "--no-deps", "--force-reinstall", str(wheel))
 
 
+def venv_works() -> bool:
+    """Whether .venv is whole and its Python still the one that it was made with, which need not be this one."""
+    return PYTHON.exists() and stamp_is("venv", python_version())
+
+
+def python_version() -> str:
+    """What .venv's Python says it is; empty if it cannot run pip."""
+    ask = [PYTHON, "-c", "import pip, sys; print(sys.version)"]
+    return subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def make_venv() -> None:
     """A new .venv with nothing but pip."""
     say(f"making .venv with Python {sys.version.split()[0]}")
     shutil.rmtree(VENV, ignore_errors=True)
     run(sys.executable, "-m", "venv", str(VENV))
     STAMPS.mkdir()
-    (STAMPS / "venv").write_text(sys.version)
+    (STAMPS / "venv").write_text(python_version())
 
 
 def step(name: str, key: str, action: Callable[[], None]) -> None:
@@ -130,14 +141,6 @@ def digest(paths: Iterable[Path]) -> str:
 def files(folder: Path) -> Sequence[Path]:
     """The files below a folder, without what Python and compilers leave there."""
     return sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix not in (".pyc", ".so"))
-
-
-def runs(python: Path) -> bool:
-    """Whether this interpreter starts."""
-    try:
-        return subprocess.run([python, "-c", ""], check=False).returncode == 0
-    except OSError:
-        return False
 
 
 def pip(*arguments: str) -> None:
