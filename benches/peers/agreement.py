@@ -1,6 +1,6 @@
 """Does llama.cpp read a file as starscope does? Most likely token at every position of a text, and a greedy continuation.
 
-    python benches/peers/llama_cpp.py MODEL.gguf TEXT_FILE [--tokens 2000] [--window 256] [--floor 0.995]
+    python benches/peers/agreement.py MODEL.gguf TEXT_FILE [--tokens 2000] [--window 256] [--floor 0.995]
 
 Needs llama-cpp-python in the same environment (`pip install llama-cpp-python`; it builds for about five minutes).
 Tokens, not text, are handed over, so that tokenizers are compared apart. Ends with status 1 below the floor.
