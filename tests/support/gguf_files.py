@@ -1,6 +1,6 @@
 """GGUF files put together byte by byte, so that a test can make one that lies.
 
-    path.write_bytes(gguf_bytes(keys=[key("general.alignment", 4, u32(3))]))
+path.write_bytes(gguf_bytes(keys=[key("general.alignment", 4, u32(3))]))
 """
 
 from __future__ import annotations
