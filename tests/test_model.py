@@ -1,0 +1,274 @@
+"""load() and Model: what users call, and what a file that does not fit together is answered with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import starscope
+from starscope.convert import convert
+from starscope.errors import CheckpointError, ContextOverflowError, GGUFError, InputError, UnsupportedError, UsageError
+from starscope.formats import find_format
+from starscope.gguf.format import Value, string, u32
+from starscope.gguf.reader import read_gguf
+from starscope.gguf.writer import OutputTensor, write_gguf
+from support.checkpoints import make_checkpoint
+from support.numbers import ulps
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    make_checkpoint(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def path(folder: Path) -> Path:
+    return convert(folder, folder / "model.gguf", to="f32").out
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> starscope.Model:
+    return starscope.load(path)
+
+
+def edited(path: Path, out: Path, change: Callable[[dict[str, Value], list[OutputTensor]], None]) -> Path:
+    """A copy of a GGUF file with its metadata and tensors changed."""
+    with read_gguf(path) as file:
+        metadata = dict(file.metadata)
+        tensors = [
+            OutputTensor(i.name, i.shape, i.format, partial(list, [np.array(file.raw(i.name))]))  # type: ignore[arg-type]
+            for i in file.tensors.values()
+        ]
+    change(metadata, tensors)
+    write_gguf(out, metadata, tensors)
+    return out
+
+
+def test_sizes_are_the_models(model: starscope.Model) -> None:
+    sizes = (model.num_layers, model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim)
+    assert sizes == (2, 64, 4, 1, 16)
+    assert (model.qk_head_dim, model.intermediate_size, model.vocab_size, model.context_length) == (16, 256, 320, 128)
+
+
+def test_forward_gives_float32_logits_batch_first(model: starscope.Model) -> None:
+    logits = model.forward([1, 2, 3])
+    assert isinstance(logits, torch.Tensor)
+    assert logits.dtype == torch.float32
+    assert logits.shape == (1, 3, 320)
+    for same in (torch.tensor([1, 2, 3]), np.array([[1, 2, 3]]), [[1, 2, 3]], torch.tensor([[1, 2, 3]]), (1, 2, 3)):
+        torch.testing.assert_close(model.forward(same), logits, rtol=0, atol=0)
+
+
+def test_without_torch_forward_gives_numpy(model: starscope.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert isinstance(model.forward([1, 2, 3]), np.ndarray)
+
+
+def test_sequences_of_different_lengths_end_at_the_same_column(model: starscope.Model) -> None:
+    logits = model.forward([[5, 6, 7, 8], [9]])
+    assert logits.shape == (2, 4, 320)
+    assert ulps(logits[1, -1], model.forward([9])[0, 0]) <= 32
+    assert not logits[1, :3].any()
+
+
+def test_a_batch_of_embeddings_runs(model: starscope.Model) -> None:
+    table = model.weights["embed_tokens.weight"]
+    batch = np.stack([table[[1, 2]], table[[3, 4]]])
+    assert ulps(model.forward(batch), model.forward([[1, 2], [3, 4]])) <= 32
+
+
+def test_the_pieces_of_a_stream_are_the_completion(model: starscope.Model) -> None:
+    whole = model.generate("def f(", max_new_tokens=30)
+    pieces = list(model.generate("def f(", max_new_tokens=30, stream=True))
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert pieces[-1].completion is not None
+    assert pieces[-1].completion.token_ids == whole.token_ids
+    assert len(whole.token_ids) == 30
+    assert whole.finish_reason == "length"
+
+
+def test_two_streams_at_once_do_not_disturb_each_other(model: starscope.Model) -> None:
+    alone = [model.generate(p, max_new_tokens=12).text for p in ("def a", "x = 1")]
+    one, two = (model.generate(p, max_new_tokens=12, stream=True) for p in ("def a", "x = 1"))
+    first, second = [next(one).text], [next(two).text]
+    for a in one:
+        first.append(a.text)
+        second.append(next(two).text)
+    second += [b.text for b in two]
+    assert ["".join(first), "".join(second)] == alone
+
+
+def test_a_reused_prefix_changes_no_token(model: starscope.Model, path: Path) -> None:
+    for prompt in ("def add(a, b):", "def add(a, c):", "def add(a", "def add(a, b): return"):
+        assert (
+            model.generate(prompt, max_new_tokens=8).token_ids
+            == starscope.load(path).generate(prompt, max_new_tokens=8).token_ids
+        )
+
+
+def test_a_suffix_asks_for_what_is_between(model: starscope.Model) -> None:
+    fim = model.tokenizer.fim
+    assert fim is not None
+    ids = [fim.prefix, *model.tokenizer.encode("a = "), fim.suffix, *model.tokenizer.encode("\nb"), fim.middle]
+    assert (
+        model.generate("a = ", suffix="\nb", max_new_tokens=6).token_ids
+        == model.generate(ids, max_new_tokens=6).token_ids
+    )
+
+
+def test_text_that_spells_a_special_token_stays_text(model: starscope.Model) -> None:
+    ids = model.tokenizer.encode("<fim_suffix>")
+    assert len(ids) > 1
+    special = model.generate(model.tokenizer.encode("<fim_suffix>", special=True), max_new_tokens=1)
+    assert special.prompt_tokens == 1
+    assert model.generate("<fim_suffix>", max_new_tokens=1).prompt_tokens == len(ids)
+
+
+def test_a_prompt_over_the_context_is_an_error_with_both_numbers(model: starscope.Model) -> None:
+    with pytest.raises(ContextOverflowError, match=r"129 tokens.*128"):
+        model.generate([1] * 129)
+    with pytest.raises(ContextOverflowError, match=r"129 tokens.*128"):
+        model.forward([1] * 129)
+
+
+def test_generation_that_reaches_the_end_of_the_context_ends_by_length(model: starscope.Model) -> None:
+    done = model.generate([1] * 120, max_new_tokens=50)
+    assert done.finish_reason in {"length", "stop"}
+    assert len(done.token_ids) <= 9
+
+
+def test_a_shorter_context_is_honoured(path: Path) -> None:
+    model = starscope.load(path, context_length=10)
+    assert model.context_length == 10
+    with pytest.raises(ContextOverflowError, match=r"11 tokens.*10"):
+        model.generate([1] * 11)
+
+
+def test_the_vocabulary_is_pieces_scores_and_types(model: starscope.Model) -> None:
+    vocab = model.vocab()
+    assert len(vocab) == 320
+    assert vocab[0] == ("<|endoftext|>", 0.0, 3)
+    assert vocab[319] == ("[PAD319]", 0.0, 5)
+    assert all(isinstance(p, str) and isinstance(s, float) and type(t) is int for p, s, t in vocab)
+
+
+def test_wrong_options_are_refused(model: starscope.Model, path: Path) -> None:
+    with pytest.raises(UsageError):
+        model.generate("x", max_new_tokens=-1)
+    with pytest.raises(UsageError):
+        model.generate("x", temperature=-1)
+    with pytest.raises(UsageError, match="numpy, torch"):
+        starscope.load(path, engine="quick")
+
+
+def test_what_is_not_there_or_is_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        starscope.load(tmp_path / "none.gguf")
+    with pytest.raises(InputError, match=r"config\.json"):
+        starscope.load(tmp_path)
+    (tmp_path / "text.gguf").write_text("hello there, this is no model at all")
+    with pytest.raises(GGUFError):
+        starscope.load(tmp_path / "text.gguf")
+
+
+def test_a_missing_activation_is_assumed_with_a_note(path: Path, tmp_path: Path) -> None:
+    def change(metadata: dict[str, Value], tensors: list[OutputTensor]) -> None:
+        del metadata["starcoder.hidden_activation"]
+
+    model = starscope.load(edited(path, tmp_path / "m.gguf", change))
+    assert model.hparams.activation == "gelu_pytorch_tanh"
+    assert any("hidden_activation" in note for note in model.notes)
+    assert starscope.load(path).notes == []
+
+
+def test_an_unsupported_architecture_is_named_with_the_supported_ones(path: Path, tmp_path: Path) -> None:
+    def change(metadata: dict[str, Value], tensors: list[OutputTensor]) -> None:
+        metadata["general.architecture"] = string("mamba")
+
+    with pytest.raises(UnsupportedError, match=r"'mamba'.*starcoder"):
+        starscope.load(edited(path, tmp_path / "m.gguf", change))
+
+
+@pytest.mark.parametrize("name", ["token_embd.weight", "blk.1.attn_qkv.bias", "output_norm.weight"])
+def test_a_missing_tensor_is_named(path: Path, tmp_path: Path, name: str) -> None:
+    def change(metadata: dict[str, Value], tensors: list[OutputTensor]) -> None:
+        tensors[:] = [t for t in tensors if t.name != name]
+
+    with pytest.raises(GGUFError, match=name):
+        starscope.load(edited(path, tmp_path / "m.gguf", change))
+
+
+def test_a_tensor_too_many_is_named(path: Path, tmp_path: Path) -> None:
+    def change(metadata: dict[str, Value], tensors: list[OutputTensor]) -> None:
+        tensors.append(
+            OutputTensor("blk.0.ffn_gate.weight", (2, 2), find_format("F32"), lambda: [np.zeros(16, np.uint8)])
+        )
+
+    with pytest.raises(GGUFError, match=r"blk\.0\.ffn_gate\.weight"):
+        starscope.load(edited(path, tmp_path / "m.gguf", change))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "match"),
+    [
+        ("starcoder.embedding_length", 60, r"\[320 64\]; expected \[320 60\]"),
+        ("starcoder.context_length", 2**20, r"position_embd\.weight is \[128 64\]"),
+        ("starcoder.block_count", 3, r"blk\.2\.attn_norm"),
+        ("starcoder.block_count", 1, r"blk\.1\."),
+        ("starcoder.attention.head_count_kv", 4, r"attn_qkv\.weight is \[96 64\]; expected \[192 64\]"),
+        ("starcoder.attention.head_count_kv", 3, "num_kv_heads"),
+        ("starcoder.attention.head_count", 0, "num_heads is 0"),
+        ("starcoder.attention.head_count", 5, "divide"),
+        ("starcoder.feed_forward_length", 128, r"ffn_up"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_tensors_are_refused(
+    path: Path, tmp_path: Path, key: str, value: int, match: str
+) -> None:
+    def change(metadata: dict[str, Value], tensors: list[OutputTensor]) -> None:
+        metadata[key] = u32(value)
+
+    with pytest.raises(GGUFError, match=match):
+        starscope.load(edited(path, tmp_path / "m.gguf", change))
+
+
+@pytest.mark.parametrize("key", ["starcoder.block_count", "starcoder.embedding_length", "starcoder.context_length"])
+def test_a_missing_or_mistyped_key_is_named(path: Path, tmp_path: Path, key: str) -> None:
+    def remove(metadata: dict[str, Value], tensors: list[OutputTensor]) -> None:
+        del metadata[key]
+
+    def mistype(metadata: dict[str, Value], tensors: list[OutputTensor]) -> None:
+        metadata[key] = string("many")
+
+    for name, change in (("a", remove), ("b", mistype)):
+        with pytest.raises(GGUFError, match=key):
+            starscope.load(edited(path, tmp_path / f"{name}.gguf", change))
+
+
+def test_a_vocabulary_without_tensors_is_no_model(folder: Path, tmp_path: Path) -> None:
+    out = convert(folder, tmp_path / "vocab.gguf", vocab_only=True).out
+    with pytest.raises(GGUFError, match="no tensors"):
+        starscope.load(out)
+
+
+def test_a_quantized_file_runs_close_to_its_source(folder: Path, model: starscope.Model, tmp_path: Path) -> None:
+    expected = model.forward([1, 2, 3, 4]).numpy()
+    for to, bound in (("f16", 2e-3), ("bf16", 2e-2), ("q8_0", 3e-2), ("q4_0", 0.3)):
+        found = starscope.load(convert(folder, tmp_path / f"{to}.gguf", to=to).out).forward([1, 2, 3, 4]).numpy()
+        assert 0 < np.abs(found - expected).max() / np.abs(expected).max() < bound
+
+
+def test_a_folder_whose_vocabulary_is_longer_than_its_embedding_is_refused(tmp_path: Path) -> None:
+    from support.checkpoints import make_tokenizer
+
+    make_checkpoint(tmp_path, vocab_size=290)
+    make_tokenizer(tmp_path, 320)
+    with pytest.raises(CheckpointError, match=r"\d+ tokens for 290 embeddings"):
+        starscope.load(tmp_path)
