@@ -337,8 +337,9 @@ def _compare(piece: Piece, start: int, found: Floats, expected: Floats) -> None:
         difference = np.abs(found.astype(np.float64) - expected)
     largest = np.nanmax(difference[different], initial=0.0)
     row = start + int(np.argmax(different.any(axis=1)))
+    count = int(different.sum())
     raise VerificationError(
         f"{piece.name} differs from {piece.tensor.stored.name} rounded to {piece.format.name} "
-        f"in {int(different.sum())} values from row {row} on, by up to {largest:g}.",
+        f"in {count} value{'s' if count > 1 else ''} from row {row} on, by up to {largest:g}.",
         hint="The disk or the memory of this machine may be at fault; nothing was kept.",
     )

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from transformers import GPTBigCodeForCausalLM
 
@@ -166,3 +168,36 @@ def edit_config(folder: Path, *, remove: tuple[str, ...] = (), **changes: object
     for key in remove:
         config.pop(key, None)
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+BLOCK_NAMES = {
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+
+
+def gguf_tensors(model: GPTBigCodeForCausalLM) -> dict[str, np.ndarray]:
+    """What a GGUF file of this model has to hold, float32 by GGUF name: written down apart from the package."""
+    config = model.config
+    names = {"transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm"}
+    names |= {
+        f"transformer.h.{i}.{hf}": f"blk.{i}.{gguf}" for i in range(config.n_layer) for hf, gguf in BLOCK_NAMES.items()
+    }
+    if not config.tie_word_embeddings:
+        names["lm_head"] = "output"
+    found = {}
+    for name, weight in model.state_dict().items():
+        module, _, part = name.rpartition(".")
+        if module not in names:
+            assert name == "lm_head.weight", name
+            continue
+        values = weight.detach().float().numpy()
+        if module.endswith("c_attn") and not config.multi_query:  # [q|k|v] of each head -> all q, all k, all v
+            values = values.reshape(config.n_head, 3, config.n_embd // config.n_head, -1).swapaxes(0, 1)
+            values = values.reshape(weight.shape)
+        found[f"{names[module]}.{part}"] = values
+    return found
