@@ -1,10 +1,11 @@
 """Train the demo model on this Python's standard library and write it to src/starscope/demo/.
 
-    python scripts/train_demo.py --steps 2000               # from scratch, into --work
+    python scripts/train_demo.py --steps 2000               # from scratch, keeping its work in --work
     python scripts/train_demo.py --steps 4000 --resume      # longer, from the last checkpoint
+    python scripts/train_demo.py --minutes 30
 
 The library's own modules are the text, plus a share of its test suite. Modules whose name's hash says so are held out
-and never trained on. Stopping it (Ctrl-C) saves; --resume goes on with the same bits.
+and never trained on. Stopping it (Ctrl-C) saves a checkpoint; --resume goes on with the same bits.
 """
 
 from __future__ import annotations
@@ -12,24 +13,30 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import lzma
+import platform
 import re
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from starscope.errors import InvalidContentError, StarscopeError
-from starscope.family import find_family, make_hparams
-from starscope.graph import record
+from starscope.engine.torch_engine import TorchEngine
+from starscope.engine.weights import open_weights
+from starscope.errors import InvalidContentError, StarscopeError, UsageError
+from starscope.family import find_family, hparams_from_metadata, make_hparams
+from starscope.gguf import read_gguf
+from starscope.graph import Graph, record
+from starscope.tokenizer import Tokenizer
 from starscope.train.data import (
     BPE,
     END_OF_TEXT,
     Batches,
     Document,
+    TokenFile,
     find_documents,
     name_fraction,
     open_tokens,
@@ -37,10 +44,13 @@ from starscope.train.data import (
     write_tokens,
 )
 from starscope.train.fim import FillInTheMiddle, FimIds
-from starscope.train.loop import HeldOut, Trainer, TrainOptions
+from starscope.train.loop import HeldOut, Trainer, TrainOptions, bits_per_byte
 from starscope.train.optim import Schedule
+from starscope.train.output import write_model
 
 DEMO = Path(__file__).resolve().parent.parent / "src" / "starscope" / "demo"
+MOST_BYTES = 5_000_000  # what the model may take in the wheel
+SEED = 0
 VOCAB_SIZE = 2560
 HPARAMS = {
     "context_length": 512,
@@ -53,68 +63,228 @@ HPARAMS = {
     "activation": "gelu_pytorch_tanh",
     "vocab_size": VOCAB_SIZE,
 }
-HELD_OUT = 0.025
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
-# Tables that a program wrote: they are large and teach nothing.
-GENERATED = re.compile(
-    r"encodings/(?!__init__|aliases|idna|punycode|utf_8)|pydoc_data/|_sysconfigdata|lib2to3/pgen2/|unicodedata|/_?unicode_?tables?|html/entities|tkinter/tix|turtledemo/|badsyntax|bad_coding"
+HELD_OUT = 0.025  # of the library's modules
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
+# Tables written by programs, tests of broken files, and examples that hold data more than code.
+SKIPPED = re.compile(
+    r"encodings/(?!__init__|aliases|idna|punycode|utf_8)|pydoc_data/|_sysconfigdata|lib2to3/pgen2/|html/entities"
+    r"|unicodedata|tkinter/tix|turtledemo/|badsyntax|bad_coding"
 )
 TESTS = re.compile(r"(^|/)(test|tests|idle_test)(/|$)|(^|/)test_")
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run reads: the tokenizer, and tokens to train on and to measure with."""
+
+    bpe: BPE
+    train: TokenFile
+    held_out: TokenFile
+    held_out_names: list[str]
+    xz_bits_per_byte: float  # of the held-out text in one archive: what a general compressor needs
 
 
 def is_test(name: str) -> bool:
     return TESTS.search(name) is not None
 
 
-def readable(documents: list[Document]) -> Iterator[tuple[Document, str]]:
-    """Documents with their text; the few that are not UTF-8 on purpose are left out."""
+def library(test_share: float) -> tuple[list[Document], list[Document]]:
+    """The documents to train on and the held-out ones. Tests are never held out: they are extra text."""
+
+    def keep(name: str) -> bool:
+        if SKIPPED_FOLDERS & set(name.split("/")) or SKIPPED.search(name):
+            return False
+        return not is_test(name) or name_fraction("test share " + name) < test_share
+
+    found = find_documents([sysconfig.get_paths()["stdlib"]], suffixes=[".py"], keep=keep)
+    train, held_out = split_held_out([document for document in found if not is_test(document.name)], HELD_OUT)
+    return train + [document for document in found if is_test(document.name)], held_out
+
+
+def read(documents: list[Document]) -> dict[str, str]:
+    """Texts by name. The few files that are empty, or on purpose not UTF-8, are left out."""
+    texts = {}
     for document in documents:
         try:
             text = document.text()
         except InvalidContentError:
             continue
         if text.strip():
-            yield document, text
+            texts[document.name] = text
+    return texts
 
 
-def library(test_share: float) -> tuple[list[Document], list[Document]]:
-    """The documents to train on and the held-out ones. Tests are never held out: they are extra text."""
-
-    def keep(name: str) -> bool:
-        parts = name.split("/")
-        if SKIPPED_FOLDERS & set(parts) or GENERATED.search(name):
-            return False
-        return not is_test(name) or name_fraction("test share " + name) < test_share
-
-    found = find_documents([sysconfig.get_paths()["stdlib"]], suffixes=[".py"], keep=keep)
-    train, held_out = split_held_out([d for d in found if not is_test(d.name)], HELD_OUT)
-    return train + [d for d in found if is_test(d.name)], held_out
-
-
-def prepare(work: Path, test_share: float) -> BPE:
-    """The tokenizer and the two token files, made when they are missing or were made from other text."""
-    train, held_out = library(test_share)
-    digest = hashlib.sha256(
-        f"{VOCAB_SIZE} {sys.version_info[:3]} {[d.name for d in train]} {[d.name for d in held_out]}".encode()
-    ).hexdigest()
+def prepare(work: Path, test_share: float) -> Data:
+    """The tokenizer and the two token files, made when they are missing or the text has changed."""
+    train, held_out = map(read, library(test_share))
+    digest = hashlib.sha256(json.dumps([VOCAB_SIZE, train, held_out]).encode()).hexdigest()
     stamp, tokenizer = work / "data.sha256", work / "tokenizer.json"
-    if stamp.exists() and stamp.read_text() == digest:
-        return BPE.read(tokenizer)
-    work.mkdir(parents=True, exist_ok=True)
-    bpe = BPE.train((text for _, text in readable(train)), VOCAB_SIZE)
-    bpe.save(tokenizer)
-    for name, documents in (("train", train), ("held_out", held_out)):
-        texts = (text for _, text in readable(documents))
-        write_tokens(
-            work / f"{name}.tokens",
-            texts,
-            bpe,
-            vocab_size=VOCAB_SIZE,
-            end_of_text=bpe.token_id(END_OF_TEXT),
-            fingerprint=digest,
+    if not stamp.exists() or stamp.read_text() != digest:
+        work.mkdir(parents=True, exist_ok=True)
+        bpe = BPE.train(train.values(), VOCAB_SIZE)
+        bpe.save(tokenizer)
+        end = bpe.token_id(END_OF_TEXT)
+        for name, texts in (("train", train), ("held_out", held_out)):
+            path = work / f"{name}.tokens"
+            write_tokens(path, texts.values(), bpe, vocab_size=VOCAB_SIZE, end_of_text=end, fingerprint=digest)
+        stamp.write_text(digest)
+    text = "".join(held_out.values()).encode()
+    packed = lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)
+    return Data(
+        BPE.read(tokenizer),
+        open_tokens(work / "train.tokens"),
+        open_tokens(work / "held_out.tokens"),
+        list(held_out),
+        8 * len(packed) / len(text),
+    )
+
+
+def make_trainer(args: argparse.Namespace, graph: Graph, data: Data, steps: int) -> Trainer:
+    fim = FimIds.of(data.bpe)
+    decay_steps = args.decay_steps or steps
+    schedule = Schedule(
+        peak=args.learning_rate,
+        warmup_steps=min(100, decay_steps // 10),
+        decay_steps=decay_steps,
+        final=args.learning_rate / 50,
+    )
+    transform = FillInTheMiddle(data.bpe, fim, seed=SEED, rate=0.5)
+    return Trainer(
+        graph,
+        Batches(data.train.ids, context_length=graph.hp.context_length, seed=SEED, transform=transform),
+        TrainOptions(steps, schedule, args.batch_size, min(8, args.batch_size), seed=SEED),
+        folder=args.work,
+        held_out=held_out_documents(data),
+        pad=fim.pad,
+        facts={"data": data.train.fingerprint},
+        report=say,
+    )
+
+
+def held_out_documents(data: Data) -> HeldOut:
+    end = data.bpe.token_id(END_OF_TEXT)
+    return HeldOut(list(data.held_out.split(end)), data.held_out.bytes, end)
+
+
+def steps_in(minutes: float, trial: Trainer) -> int:
+    """How many steps fit into so much time, from five of them."""
+    trial.train_step()
+    start = time.perf_counter()
+    for _ in range(5):
+        trial.train_step()
+    return max(20, round(minutes * 60 / ((time.perf_counter() - start) / 5)))
+
+
+def write_demo(trainer: Trainer, graph: Graph, data: Data, work: Path) -> None:
+    """demo.gguf, its card and its log."""
+    special = {f"{role}_token": END_OF_TEXT for role in ("bos", "eos", "unk")}
+    (work / "tokenizer_config.json").write_text(json.dumps(special))
+    tokenizer = Tokenizer.from_folder(work)
+    DEMO.mkdir(exist_ok=True)
+    path = DEMO / "demo.gguf"
+    probe = data.held_out.ids[:64].tolist()
+    size = write_model(
+        path,
+        graph,
+        trainer.weights(),
+        tokenizer,
+        to="q8_0",
+        name="starscope demo",
+        license_name="apache-2.0",
+        probe=probe,
+        force=True,
+    )
+    if size > MOST_BYTES:
+        raise UsageError(f"{path.name} has {size} bytes; expected at most {MOST_BYTES}.")
+    with read_gguf(path) as file:
+        _, weights = open_weights(file, graph.family, hparams_from_metadata(graph.family, file))
+        context = graph.hp.context_length
+        measured = bits_per_byte(
+            TorchEngine(graph, weights), held_out_documents(data), context_length=context, stride=context // 2
         )
-    stamp.write_text(digest)
-    return bpe
+        parameters = sum(weights.slots[name].parameters for name in weights if not weights.is_tied(name))
+    log = [json.loads(line) for line in trainer.log_path.read_text(encoding="utf-8").splitlines()]
+    kept = [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in log]
+    (DEMO / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    (DEMO / "MODEL_CARD.md").write_text(card(trainer, data, log, size, parameters, measured), encoding="utf-8")
+    say({"bytes": size, "parameters": parameters, "bits_per_byte": round(measured, 4)})
+
+
+def commands(log: list[dict[str, Any]]) -> str:
+    """The commands that made the model, from the lines that the log has where a run began."""
+    runs = [line for line in log if "run" in line]
+    ends = [*(line["step"] for line in runs[1:]), runs[-1]["run"]["steps"]]
+    return "\n".join(
+        f"python scripts/train_demo.py --batch-size {line['run']['batch_size']} --steps {end} "
+        f"--decay-steps {line['run']['decay_steps']}" + (" --resume" if line["step"] else "")
+        for line, end in zip(runs, ends, strict=True)
+    )
+
+
+def card(trainer: Trainer, data: Data, log: list[dict[str, Any]], size: int, parameters: int, measured: float) -> str:
+    hp = trainer.engine.graph.hp
+    samples = trainer.step * trainer.options.batch_size
+    train, held_out = data.train, data.held_out
+    tokens, epochs = samples * hp.context_length, samples / trainer.batches.per_epoch
+    rows = {
+        "architecture": "GPT-BigCode (GGUF: `starcoder`): multi-query attention, learned positions, tied embedding",
+        "shape": f"{hp.num_layers} blocks × {hp.hidden_size}, {hp.num_heads} heads of {hp.head_dim}, "
+        f"MLP {hp.intermediate_size}, context {hp.context_length}, vocabulary {hp.vocab_size:,}",
+        "parameters": f"{parameters / 1e6:.2f} million",
+        "file": f"`demo.gguf`, Q8_0 (positions, norms and biases F32), {size / 1e6:.2f} MB",
+        "tokenizer": "byte-level BPE of the same text: digits one by one, StarCoder's special tokens in its order",
+        "trained on": f"{tokens / 1e6:.1f} million tokens: {epochs:.2f} times over {len(train.ids) / 1e6:.2f} million "
+        f"tokens of {train.documents} files, {train.bytes / 1e6:.1f} MB",
+        "objective": "the next token; half of all document fragments rearranged for fill-in-the-middle, half of those "
+        "SPM, as StarCoder was trained",
+        "held out": f"**{measured:.3f} bits per byte** on {held_out.documents} modules that it never saw, "
+        f"{held_out.bytes / 1e3:.0f} kB",
+    }
+    return CARD.format(
+        rows="\n".join(f"| {name} | {text} |" for name, text in rows.items()),
+        context_length=hp.context_length,
+        stride=hp.context_length // 2,
+        xz=data.xz_bits_per_byte,
+        version=platform.python_version(),
+        fraction=HELD_OUT,
+        names=", ".join(f"`{name}`" for name in data.held_out_names),
+        commands=commands(log),
+    )
+
+
+CARD = """# The demo model
+
+A GPT-BigCode model small enough to travel with the package, so that every command has something to run on. starscope
+trained it from scratch, through the same recorded graph that runs it.
+
+| | |
+|---|---|
+{rows}
+
+Bits per byte are measured on `demo.gguf` itself, one document a file, in windows of {context_length} tokens that begin
+{stride} apart. `xz -9e` of the same text in one piece needs {xz:.2f}.
+
+## Data and licence
+
+The text is the standard library of CPython {version} and a share of its test suite, © Python Software Foundation, under
+the PSF License Version 2 (https://docs.python.org/3/license.html). The weights are published with starscope under its
+own licence, Apache-2.0. Generated tables are left out. A module is held out when the first eight bytes of the SHA-256
+of its path, as a fraction, are below {fraction}: {names}.
+
+## How it was made
+
+```
+{commands}
+```
+
+`log.jsonl` is the log of the training: its loss is in nats a token, over ordinary and rearranged samples alike.
+
+## Limits
+
+It has seen one library in one language, and little of that: it knows Python's shape and the library's habits. It
+invents names, what it writes is seldom right, and it may repeat passages of the library. Use it to try the commands and
+to look inside a model, not to write code.
+"""
 
 
 def say(line: Mapping[str, Any] | str) -> None:
@@ -123,80 +293,38 @@ def say(line: Mapping[str, Any] | str) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--work", type=Path, default=Path("demo_train"), help="tokens and checkpoints (default: %(default)s)"
-    )
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument(
-        "--minutes", type=float, help="instead of --steps: as many as a trial of a few steps says will fit"
-    )
-    parser.add_argument("--decay-steps", type=int, help="the schedule's length (default: --steps)")
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--learning-rate", type=float, default=2.5e-3)
-    parser.add_argument(
-        "--tests",
-        type=float,
-        default=0.25,
-        help="the share of the library's test files to train on (default: %(default)s)",
-    )
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--no-export", action="store_true", help="train only")
+    add = parser.add_argument
+    add("--work", type=Path, default=Path("demo_train"), help="tokens and checkpoints (default: %(default)s)")
+    add("--steps", type=int, default=2000, help="train until so many steps are made (default: %(default)s)")
+    add("--minutes", type=float, help="instead of --steps: as many as a trial says will fit")
+    add("--decay-steps", type=int, help="the length of the learning rate's schedule (default: as --steps)")
+    add("--batch-size", type=int, default=8, help="samples a step (default: %(default)s)")
+    add("--learning-rate", type=float, default=2.5e-3, help="at its highest (default: %(default)s)")
+    add("--tests", type=float, default=0.25, help="share of the library's tests to train on (default: %(default)s)")
+    add("--resume", action="store_true", help="go on from the last checkpoint in --work")
     return parser.parse_args()
 
 
 def main() -> int:
     args = parse()
-    torch.manual_seed(0)
-    bpe = prepare(args.work, args.tests)
-    tokens, held = open_tokens(args.work / "train.tokens"), open_tokens(args.work / "held_out.tokens")
-    say(
-        f"training: {tokens.documents} files, {tokens.bytes} bytes, {len(tokens.ids)} tokens; held out: {held.documents} files, {held.bytes} bytes, {len(held.ids)} tokens"
-    )
+    data = prepare(args.work, args.tests)
+    for what, file in (("training", data.train), ("held out", data.held_out)):
+        say(f"{what}: {file.documents} files, {file.bytes} bytes, {len(file.ids)} tokens")
     family = find_family("gpt_bigcode")
-    hp = make_hparams(family, HPARAMS)
-    fim = FimIds.of(bpe)
-    batches = Batches(tokens.ids, context_length=hp.context_length, seed=0, transform=FillInTheMiddle(bpe, fim, seed=0))
-    held_out = HeldOut(list(held.split(fim.end_of_text)), held.bytes, fim.end_of_text)
-
-    def trainer(steps: int, decay_steps: int) -> Trainer:
-        schedule = Schedule(
-            peak=args.learning_rate,
-            warmup_steps=min(100, decay_steps // 10),
-            decay_steps=decay_steps,
-            final=args.learning_rate / 50,
-        )
-        options = TrainOptions(
-            steps=steps, schedule=schedule, batch_size=args.batch_size, micro_batch_size=min(8, args.batch_size)
-        )
-        facts = {"data": tokens.fingerprint}
-        return Trainer(
-            record(family, hp),
-            batches,
-            options,
-            folder=args.work,
-            held_out=held_out,
-            pad=fim.pad,
-            facts=facts,
-            report=say,
-        )
-
+    graph = record(family, make_hparams(family, HPARAMS))
     steps = args.steps
     if args.minutes:
-        trial = trainer(10**6, 10**6)
-        trial.train_step()
-        start = time.perf_counter()
-        for _ in range(5):
-            trial.train_step()
-        steps = max(20, round(args.minutes * 60 / ((time.perf_counter() - start) / 5)))
-        say(f"{steps} steps for {args.minutes} minutes")
-    made = trainer(steps, args.decay_steps or steps)
-    say(made.why)
-    if args.resume and (note := made.resume()):
+        steps = steps_in(args.minutes, make_trainer(args, graph, data, 10**6))
+        say(f"{steps} steps in {args.minutes:g} minutes")
+    trainer = make_trainer(args, graph, data, steps)
+    say(trainer.why)
+    if args.resume and (note := trainer.resume()):
         say(note)
-    outcome = made.run()
+    outcome = trainer.run()
     if outcome.signal is not None:
         say(f"stopped after step {outcome.step}; --resume goes on from there")
         return 128 + outcome.signal
+    write_demo(trainer, graph, data, args.work)
     return 0
 
 

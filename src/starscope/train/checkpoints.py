@@ -47,7 +47,9 @@ def save_checkpoint(folder: Path, state: State) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         free = os.statvfs(folder)
         if free.f_bavail * free.f_frsize < len(payload):
-            raise DoesNotFitError(f"{folder} has {free.f_bavail * free.f_frsize} bytes free; a checkpoint needs {len(payload)}.")
+            raise DoesNotFitError(
+                f"{folder} has {free.f_bavail * free.f_frsize} bytes free; a checkpoint needs {len(payload)}."
+            )
         with temporary.open("wb") as out:
             out.write(MAGIC + hashlib.sha256(payload).digest())
             out.write(payload)

@@ -34,7 +34,8 @@ HEADER_BYTES = 512  # the magic and a JSON object, padded with spaces, so that t
 VERSION = 1
 
 # StarCoder's special tokens in its order: the first ids of its vocabulary.
-END_OF_TEXT, FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX, FIM_PAD = "<|endoftext|>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"
+END_OF_TEXT, FIM_PREFIX, FIM_MIDDLE = "<|endoftext|>", "<fim_prefix>", "<fim_middle>"
+FIM_SUFFIX, FIM_PAD = "<fim_suffix>", "<fim_pad>"
 SPECIAL_TOKENS = (
     END_OF_TEXT,
     FIM_PREFIX,
@@ -74,7 +75,9 @@ class Document:
         try:
             return raw.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise InvalidContentError(f"{self.path} is not UTF-8 (byte {error.start}).", hint="Convert it or leave it out.") from None
+            raise InvalidContentError(
+                f"{self.path} is not UTF-8 (byte {error.start}).", hint="Convert it or leave it out."
+            ) from None
 
 
 def find_documents(
@@ -83,8 +86,11 @@ def find_documents(
     suffixes: Sequence[str] = (),
     keep: Callable[[str], bool] = lambda name: True,
 ) -> list[Document]:
-    """Every file under the paths, by name. In folders only files with one of the suffixes (none: all) and whose
-    relative name `keep` accepts; a file that is named itself is taken as it is. InputError when nothing is found."""
+    """Every file under the paths, by name; InputError when there is none.
+
+    In folders only files with one of the suffixes (none: all) and whose relative name `keep` accepts; a file that is
+    named itself is taken as it is.
+    """
     found: dict[str, Document] = {}
     for given in map(Path, paths):
         if not given.exists():
@@ -140,10 +146,13 @@ class BPE:
         from tokenizers import decoders, models, pre_tokenizers, trainers
 
         inner = tokenizers.Tokenizer(models.BPE())
-        inner.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        inner.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
         )
-        inner.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+        inner.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=list(SPECIAL_TOKENS),
@@ -197,10 +206,12 @@ class TokenFile:
         start = 0
         for end in np.flatnonzero(self.ids == end_of_text):
             yield self.ids[start:end]
-            start = end + 1
+            start = int(end) + 1
 
 
-def write_tokens(path: Path, texts: Iterable[str], codec: Codec, *, vocab_size: int, end_of_text: int, fingerprint: str = "") -> None:
+def write_tokens(
+    path: Path, texts: Iterable[str], codec: Codec, *, vocab_size: int, end_of_text: int, fingerprint: str = ""
+) -> None:
     """Encode documents one at a time into a token file, which is renamed into place when it is complete."""
     dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
     count = documents = size = 0
@@ -211,7 +222,7 @@ def write_tokens(path: Path, texts: Iterable[str], codec: Codec, *, vocab_size: 
             for text in texts:
                 ids = codec.encode(text)
                 if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-                    raise InvalidContentError(f"the tokenizer gave id {max(ids)}; expected ids below the vocabulary's size {vocab_size}.")
+                    raise InvalidContentError(f"the tokenizer gave id {max(ids)}; expected ids below {vocab_size}.")
                 out.write(np.array([*ids, end_of_text], dtype).tobytes())
                 count, documents, size = count + len(ids) + 1, documents + 1, size + len(text.encode())
             header = {
@@ -244,10 +255,12 @@ def open_tokens(path: Path) -> TokenFile:
         raise InvalidContentError(f"{path} is not a starscope token file.")
     header = json.loads(head[len(MAGIC) :])
     if header["version"] != VERSION or header["width"] not in (2, 4):
-        raise InvalidContentError(f"{path} has version {header['version']} and width {header['width']}; expected version {VERSION}, 2 or 4 bytes.")
+        found = f"version {header['version']} and {header['width']} bytes a token"
+        raise InvalidContentError(f"{path} has {found}; expected version {VERSION}, 2 or 4 bytes.")
     expected = HEADER_BYTES + header["width"] * header["tokens"]
     if actual != expected:
-        raise InvalidContentError(f"{path} has {actual} bytes; expected {expected} for {header['tokens']} tokens.", hint="Delete it to make it again.")
+        found = f"{path} has {actual} bytes; expected {expected} for {header['tokens']} tokens."
+        raise InvalidContentError(found, hint="Delete it to make it again.")
     ids = np.memmap(path, f"<u{header['width']}", "r", HEADER_BYTES, (header["tokens"],))
     return TokenFile(path, ids, header["vocab_size"], header["documents"], header["bytes"], header["fingerprint"])
 
@@ -293,7 +306,10 @@ class Batches:
         self._transform = transform
         self.per_epoch = len(ids) // context_length
         if self.per_epoch == 0:
-            raise InvalidContentError(f"the data has {len(ids)} tokens; expected at least context_length, {context_length}.", hint="Add text or take a shorter context.")
+            raise InvalidContentError(
+                f"the data has {len(ids)} tokens; expected at least context_length, {context_length}.",
+                hint="Add text or take a shorter context.",
+            )
 
     def start(self, number: int) -> int:
         """Where sample `number` begins."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from starscope.errors import UsageError
-from starscope.train.data import END_OF_TEXT, FIM_MIDDLE, FIM_PAD, FIM_PREFIX, FIM_SUFFIX, BPE, Codec, Ids, random_words
+from starscope.train.data import BPE, END_OF_TEXT, FIM_MIDDLE, FIM_PAD, FIM_PREFIX, FIM_SUFFIX, Codec, Ids, random_words
 
 UNKNOWN_CHARACTER = "\ufffd"  # what decoding gives where a cut went through a character
 
@@ -98,7 +98,8 @@ class FillInTheMiddle:
         if not choice.move or UNKNOWN_CHARACTER in text:
             return ids
         first, second = choice.cuts
-        prefix, middle, suffix = (self._codec.encode(part) for part in (text[:first], text[first:second], text[second:]))
+        parts = text[:first], text[first:second], text[second:]
+        prefix, middle, suffix = map(self._codec.encode, parts)
         added = 3 if ended else 4
         excess = len(prefix) + len(middle) + len(suffix) + added - len(ids)
         if excess > len(prefix) + len(suffix):  # the middle alone does not fit: it stays where it is

@@ -18,7 +18,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -65,7 +65,7 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         if self.batch_size % self.micro_batch_size:
-            raise UsageError(f"a batch of {self.batch_size} is not made of whole micro-batches of {self.micro_batch_size}.")
+            raise UsageError(f"a batch of {self.batch_size} is not whole micro-batches of {self.micro_batch_size}.")
         if self.precision not in ("auto", "float32", "bfloat16"):
             raise UsageError(f"precision is {self.precision!r}; expected auto, float32 or bfloat16.")
 
@@ -94,8 +94,8 @@ def choose_precision() -> tuple[torch.dtype, str]:
         return torch.float32, "float32: this processor has no bfloat16 arithmetic"
     seconds = {dtype: _probe(dtype) for dtype in (torch.float32, torch.bfloat16)}
     ratio = seconds[torch.float32] / seconds[torch.bfloat16]
-    chosen = torch.bfloat16 if ratio >= WORTHWHILE else torch.float32
-    return chosen, f"{str(chosen).removeprefix('torch.')}: a product in bfloat16 is {ratio:.1f} times as fast as in float32"
+    chosen, name = (torch.bfloat16, "bfloat16") if ratio >= WORTHWHILE else (torch.float32, "float32")
+    return chosen, f"{name}: a product in bfloat16 is {ratio:.1f} times as fast as in float32"
 
 
 def _probe(dtype: torch.dtype) -> float:
@@ -111,7 +111,7 @@ def _probe(dtype: torch.dtype) -> float:
 
 
 def loss_sum(engine: TorchEngine, batch: Tensor, pad: int | None) -> Tensor:
-    """The summed negative log-likelihood, in nats, of `[n context_length+1]` ids behind the first; padding excluded."""
+    """The summed negative log-likelihood in nats of `[n context_length+1]` ids, all but the first and padding."""
     targets = batch[:, 1:] if pad is None else batch[:, 1:].masked_fill(batch[:, 1:] == pad, IGNORED)
     logits = engine.logits(batch[:, :-1])  # [n seq vocab_size]
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -126,8 +126,11 @@ class Window:
 
 
 def windows(document: Ids, end_of_text: int, context_length: int, stride: int) -> Iterator[Window]:
-    """Cut a document, behind an end-of-text token, so that each token is predicted once, from as many tokens before
-    it as `context_length` and a step of `stride` allow."""
+    """Cut a document, behind an end-of-text token, so that each of its tokens is predicted once.
+
+    Windows begin `stride` tokens apart, so each prediction has at least context_length - stride tokens before it, where
+    the document has so many.
+    """
     ids = np.concatenate([[end_of_text], document]).astype(np.int64)
     done = 1  # ids[:done] are predicted or given
     while done < len(ids):
@@ -136,9 +139,12 @@ def windows(document: Ids, end_of_text: int, context_length: int, stride: int) -
         done = stop
 
 
-def bits_per_byte(engine: TorchEngine, held_out: HeldOut, *, context_length: int, stride: int, batch_size: int = 8) -> float:
+def bits_per_byte(
+    engine: TorchEngine, held_out: HeldOut, *, context_length: int, stride: int, batch_size: int = 8
+) -> float:
     """Total negative log2-likelihood of the held-out documents divided by their bytes."""
-    cut = [w for document in held_out.documents for w in windows(document, held_out.end_of_text, context_length, stride)]
+    end = held_out.end_of_text
+    cut = [window for document in held_out.documents for window in windows(document, end, context_length, stride)]
     cut.sort(key=lambda w: len(w.ids))
     nats = 0.0
     while cut:
@@ -150,8 +156,8 @@ def bits_per_byte(engine: TorchEngine, held_out: HeldOut, *, context_length: int
         for row, window in enumerate(group):
             targets[row, : targets.shape[1] - window.scored] = IGNORED
         with torch.no_grad():
-            logits = engine.logits(ids[:, :-1]).float()
-            nats += float(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"))
+            logits = engine.logits(ids[:, :-1]).float().flatten(0, 1)
+            nats += float(F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum"))
     return nats / math.log(2) / held_out.bytes
 
 
@@ -162,7 +168,7 @@ def noted_signals() -> Iterator[Callable[[], int | None]]:
 
     def note(number: int, _frame: FrameType | None) -> None:
         noted.append(number)
-        signal.signal(number, before[number])
+        signal.signal(number, before[signal.Signals(number)])
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in before:
@@ -192,8 +198,10 @@ class Trainer:
         """`facts` describe the data and the model; a checkpoint whose facts differ is refused on resume."""
         self.batches, self.options, self.folder, self.held_out = batches, options, folder, held_out
         self._pad, self._report = pad, report
-        self._facts = {"seed": options.seed, "batch_size": options.batch_size, "hparams": dict(graph.hp), **(facts or {})}
-        self.engine = TorchEngine(graph, Weights(graph.family.slots(graph.hp), ArraySource(initial_weights(graph, options.seed))))
+        own = {"seed": options.seed, "batch_size": options.batch_size, "hparams": dict(graph.hp)}
+        self._facts = {**own, **(facts or {})}
+        weights = ArraySource(initial_weights(graph, options.seed))
+        self.engine = TorchEngine(graph, Weights(graph.family.slots(graph.hp), weights))
         for parameter in self.engine.parameters.values():
             parameter.requires_grad_()
         self.optimizer = make_adamw(self.engine.parameters, weight_decay=options.weight_decay)
@@ -216,7 +224,8 @@ class Trainer:
         targets = int(batch[:, 1:].numel() if self._pad is None else (batch[:, 1:] != self._pad).sum())
         total = 0.0
         self.optimizer.zero_grad(set_to_none=True)
-        for part in batch.split(options.micro_batch_size):
+        for start in range(0, len(batch), options.micro_batch_size):
+            part = batch[start : start + options.micro_batch_size]
             with self._precision():
                 loss = loss_sum(self.engine, part, self._pad) / targets
             loss.backward()  # type: ignore[no-untyped-call]
@@ -244,6 +253,16 @@ class Trainer:
         """Train to `options.steps`, or to an interrupt. Saves at the end either way."""
         options = self.options
         losses: list[float] = []
+        if self.step < options.steps:
+            self._log({
+                "step": self.step,
+                "run": {
+                    "steps": options.steps,
+                    "decay_steps": options.schedule.decay_steps,
+                    "batch_size": options.batch_size,
+                    "precision": str(self.dtype).removeprefix("torch."),
+                },
+            })  # fmt: skip
         started = time.perf_counter()
         with noted_signals() as noted:
             while self.step < options.steps and noted() is None:
@@ -286,12 +305,15 @@ class Trainer:
         for key, expected in self._facts.items():
             found = state.facts.get(key)
             if found != json.loads(json.dumps(expected)):
-                raise InvalidContentError(f"the checkpoint in {self.folder} was made with {key} {found}; now it is {expected}.", hint="Start a new run in another folder.")
+                raise InvalidContentError(
+                    f"the checkpoint in {self.folder} was made with {key} {found}; now it is {expected}.",
+                    hint="Start a new run in another folder.",
+                )
         with torch.no_grad():
             for name, parameter in self.engine.parameters.items():
                 parameter.copy_(torch.from_numpy(state.arrays[f"parameter:{name}"]))
-                keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}:{name}" in state.arrays]
-                self.optimizer.state[parameter] = {key: torch.from_numpy(state.arrays[f"{key}:{name}"].copy()) for key in keys}
+                for key in ("step", "exp_avg", "exp_avg_sq"):
+                    self.optimizer.state[parameter][key] = torch.from_numpy(state.arrays[f"{key}:{name}"].copy())
         self.step = state.step
         self._trim_log()
         return note
@@ -318,8 +340,3 @@ class Trainer:
         temporary = self.log_path.with_suffix(".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
         os.replace(temporary, self.log_path)
-
-
-def options_as_facts(options: TrainOptions) -> dict[str, Any]:
-    """The options as JSON holds them."""
-    return asdict(options)

@@ -26,8 +26,9 @@ INITIAL_DEVIATION = 0.02
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate of each step: a straight rise over the first `warmup_steps`, then half a cosine that reaches
-    `final` at step `decay_steps` and stays there. Its length is its own and does not follow from how long one trains.
+    """The learning rate of each step: a straight rise over `warmup_steps`, then half a cosine to `final`.
+
+    `final` is reached at step `decay_steps` and kept. The length does not follow from how long one trains.
     """
 
     peak: float
@@ -37,7 +38,10 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_steps < self.decay_steps:
-            raise UsageError(f"warm-up takes {self.warmup_steps} steps and decay ends at {self.decay_steps}; expected the first to be smaller.")
+            raise UsageError(
+                f"warm-up takes {self.warmup_steps} steps and decay ends at {self.decay_steps}; "
+                "expected warm-up to end before."
+            )
 
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps:
@@ -49,7 +53,8 @@ class Schedule:
 def residual_projections(graph: Graph) -> frozenset[str]:
     """The weights of linear layers whose output is added to the residual stream, read off the graph."""
     adds = {op.index for op in graph.ops if op.kind == "add"}
-    return frozenset(op.weights[0] for op in graph.ops if op.kind == "linear" and any(c in adds for c in graph.consumers[op.outputs[0]]))
+    linears = (op for op in graph.ops if op.kind == "linear")
+    return frozenset(op.weights[0] for op in linears if adds.intersection(graph.consumers[op.outputs[0]]))
 
 
 def initial_weights(graph: Graph, seed: int) -> dict[str, np.ndarray]:
@@ -63,12 +68,14 @@ def initial_weights(graph: Graph, seed: int) -> dict[str, np.ndarray]:
         if len(slot.shape) == 1:
             made[slot.name] = np.full(slot.shape, 0.0 if slot.name.endswith(".bias") else 1.0, np.float32)
         else:
-            deviation = INITIAL_DEVIATION / math.sqrt(2 * graph.hp.num_layers) if slot.name in inward else INITIAL_DEVIATION
+            deviation = INITIAL_DEVIATION / (math.sqrt(2 * graph.hp.num_layers) if slot.name in inward else 1)
             made[slot.name] = (torch.randn(slot.shape, generator=generator) * deviation).numpy()
     return made
 
 
-def make_adamw(parameters: Mapping[str, Tensor], *, weight_decay: float, betas: tuple[float, float] = (0.9, 0.95)) -> torch.optim.AdamW:
+def make_adamw(
+    parameters: Mapping[str, Tensor], *, weight_decay: float, betas: tuple[float, float] = (0.9, 0.95)
+) -> torch.optim.AdamW:
     """AdamW over named parameters. Decay is multiplied by the learning rate and applied to matrices alone."""
     matrices = [p for p in parameters.values() if p.dim() >= 2]
     vectors = [p for p in parameters.values() if p.dim() < 2]
@@ -77,6 +84,7 @@ def make_adamw(parameters: Mapping[str, Tensor], *, weight_decay: float, betas: 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the rate of the next update for every parameter."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 

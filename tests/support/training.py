@@ -1,0 +1,50 @@
+"""A tiny corpus, a tokenizer of it and a tiny model: enough to train in seconds."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from starscope.family import find_family, make_hparams
+from starscope.graph import Graph, record
+from starscope.train.data import BPE, END_OF_TEXT
+
+DOCUMENTS = (
+    "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
+    "    def push(self, item):\n        self.items.append(item)\n",
+    "for number in range(2024):\n    print(number, number ** 2)\n",
+    "# Größe, naïve, 日本語, 🐍\nNAMES = ['Ångström', 'Éva']\n",
+    "import os\n\n\ndef size(path):\n    with open(path) as file:\n        return len(file.read())\n",
+)
+VOCAB_SIZE = 300
+
+
+@lru_cache
+def tiny_bpe() -> BPE:
+    return BPE.train(DOCUMENTS, VOCAB_SIZE)
+
+
+def tiny_ids(repeat: int = 1) -> np.ndarray:
+    """All documents, each with its end of text."""
+    bpe = tiny_bpe()
+    end = bpe.token_id(END_OF_TEXT)
+    return np.array([token for text in DOCUMENTS for token in [*bpe.encode(text), end]] * repeat, "<u2")
+
+
+def tiny_graph(**changes: object) -> Graph:
+    values = {
+        "context_length": 32,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "intermediate_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 1,
+        "norm_epsilon": 1e-5,
+        "activation": "gelu_pytorch_tanh",
+        "vocab_size": VOCAB_SIZE,
+        **changes,
+    }
+    family = find_family("gpt_bigcode")
+    return record(family, make_hparams(family, values))

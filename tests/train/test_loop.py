@@ -1,0 +1,197 @@
+"""The loop learns, resumes with the same bits, and ends without losing anything."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from starscope.errors import InvalidContentError, UsageError
+from starscope.train.data import Batches
+from starscope.train.fim import FillInTheMiddle, FimIds
+from starscope.train.loop import (
+    HeldOut,
+    NonFiniteLossError,
+    Trainer,
+    TrainOptions,
+    bits_per_byte,
+    choose_precision,
+    windows,
+)
+from starscope.train.optim import Schedule
+from support.training import DOCUMENTS, tiny_bpe, tiny_graph, tiny_ids
+
+FIM = FimIds.of(tiny_bpe())
+SCHEDULE = Schedule(peak=1e-2, warmup_steps=5, decay_steps=60)
+HELD_OUT = HeldOut([np.array(tiny_bpe().encode(DOCUMENTS[0]))], len(DOCUMENTS[0].encode()), FIM.end_of_text)
+
+
+def make_trainer(folder: Path, *, steps: int = 60, seed: int = 0, fim_rate: float = 0.5, **options: object) -> Trainer:
+    transform = FillInTheMiddle(tiny_bpe(), FIM, seed=seed, rate=fim_rate)
+    values = {
+        "batch_size": 8,
+        "micro_batch_size": 4,
+        "precision": "float32",
+        "log_every": 1,
+        "schedule": SCHEDULE,
+        **options,
+    }
+    return Trainer(
+        tiny_graph(),
+        Batches(tiny_ids(repeat=3), context_length=32, seed=seed, transform=transform),
+        TrainOptions(steps=steps, seed=seed, **{**values, **options}),  # type: ignore[arg-type]
+        folder=folder,
+        held_out=HELD_OUT,
+        pad=FIM.pad,
+    )
+
+
+def read_log(folder: Path, key: str) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [line[key] for line in lines if key in line]
+
+
+def same_bits(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return a.keys() == b.keys() and all(a[name].tobytes() == b[name].tobytes() for name in a)
+
+
+def test_a_tiny_text_is_learned_by_heart(tmp_path):
+    schedule = Schedule(peak=1e-2, warmup_steps=5, decay_steps=150)
+    trainer = make_trainer(tmp_path, fim_rate=0.0, steps=150, schedule=schedule)
+    before = trainer.evaluate()
+    outcome = trainer.run()
+    losses = read_log(tmp_path, "loss")
+    assert losses[0] == pytest.approx(math.log(300), rel=0.05)
+    assert losses[-1] < 1.2
+    assert outcome.signal is None
+    assert outcome.bits_per_byte < 0.5 * before
+
+
+def test_stopped_and_resumed_is_the_same_bits_as_never_stopped(tmp_path):
+    whole = make_trainer(tmp_path / "whole", steps=24)
+    whole.run()
+    make_trainer(tmp_path / "parts", steps=9).run()  # in the middle of an epoch
+    for steps in (17, 24):  # and past its end
+        part = make_trainer(tmp_path / "parts", steps=steps)
+        assert part.resume() == ""
+        part.run()
+    assert part.step == whole.step == 24
+    assert whole.step * 8 > 2 * whole.batches.per_epoch
+    assert same_bits(part.weights(), whole.weights())
+    assert read_log(tmp_path / "parts", "loss") == read_log(tmp_path / "whole", "loss")
+
+
+def test_a_run_goes_on_from_the_previous_checkpoint_when_the_last_is_cut(tmp_path):
+    trainer = make_trainer(tmp_path, steps=8, save_every=4)
+    trainer.run()
+    path = tmp_path / "checkpoint.bin"
+    path.write_bytes(path.read_bytes()[:1000])
+    again = make_trainer(tmp_path, steps=8, save_every=4)
+    assert "The previous checkpoint is used" in again.resume()
+    again.run()
+    assert same_bits(again.weights(), trainer.weights())
+    assert read_log(tmp_path, "loss") == [*dict.fromkeys(read_log(tmp_path, "loss"))]  # no step twice
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_step_saves_and_is_named(tmp_path, number):
+    trainer = make_trainer(tmp_path, steps=10_000)
+    step = trainer.train_step
+
+    def interrupted() -> tuple[float, float]:
+        if trainer.step == 3:
+            os.kill(os.getpid(), number)
+        return step()
+
+    trainer.train_step = interrupted  # type: ignore[method-assign]
+    before = signal.getsignal(number)
+    outcome = trainer.run()
+    assert (outcome.step, outcome.signal) == (4, number)
+    assert signal.getsignal(number) == before
+    resumed = make_trainer(tmp_path)
+    resumed.resume()
+    assert resumed.step == 4
+    assert same_bits(resumed.weights(), trainer.weights())
+
+
+def test_other_data_or_another_shape_is_refused_on_resume(tmp_path):
+    make_trainer(tmp_path, steps=1).run()
+    with pytest.raises(InvalidContentError, match="was made with seed 0; now it is 1"):
+        make_trainer(tmp_path, seed=1).resume()
+
+
+def test_accumulation_is_the_same_as_one_large_batch(tmp_path):
+    def shortened(ids: np.ndarray, _epoch: int, index: int) -> np.ndarray:
+        """Padded differently, so that the parts have unequal numbers of targets."""
+        return np.where(np.arange(len(ids)) < len(ids) - index % 7 * 4, ids, FIM.pad)
+
+    one, four = (make_trainer(tmp_path / str(size), micro_batch_size=size) for size in (8, 2))
+    for trainer in (one, four):
+        trainer.batches = Batches(tiny_ids(), context_length=32, seed=0, transform=shortened)
+    counts = (one.batches.batch(0, 8) != FIM.pad).reshape(4, -1).sum(1)
+    assert len(set(counts.tolist())) > 1
+    for _ in range(3):
+        a, b = one.train_step(), four.train_step()
+        assert a == pytest.approx(b, rel=1e-4)
+    for name, array in one.weights().items():
+        assert np.abs(array - four.weights()[name]).max() < 2e-4
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_the_step(tmp_path):
+    trainer = make_trainer(tmp_path, save_every=2)
+    for _ in range(2):
+        trainer.train_step()
+    trainer.save()
+    with torch.no_grad():
+        trainer.engine.parameters["norm.weight"][0] = math.nan
+    with pytest.raises(NonFiniteLossError, match=r"the loss is nan .* at step 2 \(samples 16 to 23\)"):
+        trainer.run()
+    again = make_trainer(tmp_path)
+    again.resume()
+    assert all(np.isfinite(array).all() for array in again.weights().values())
+
+
+@pytest.mark.parametrize(("length", "stride"), [(1, 8), (8, 8), (9, 8), (50, 8), (50, 3), (50, 1)])
+def test_windows_predict_every_token_once_with_enough_before_it(length, stride):
+    document = np.arange(1, length + 1)
+    cut = list(windows(document, 0, 8, stride))
+    predicted = np.concatenate([w.ids[len(w.ids) - w.scored :] for w in cut])
+    assert (predicted == document).all()
+    for w in cut:
+        assert len(w.ids) <= 9
+        assert len(w.ids) - w.scored >= min(8 - stride + 1, int(w.ids[-w.scored]))
+
+
+def test_bits_per_byte_are_those_of_the_tokens_one_by_one(tmp_path):
+    trainer = make_trainer(tmp_path)
+    ids = [FIM.end_of_text, *HELD_OUT.documents[0].tolist()][:33]
+    held_out = HeldOut([np.array(ids[1:])], 100, FIM.end_of_text)
+    with torch.no_grad():
+        logits = trainer.engine.logits(torch.tensor([ids[:-1]]))[0].double()
+    nats = -torch.log_softmax(logits, -1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].sum().item()
+    found = bits_per_byte(trainer.engine, held_out, context_length=32, stride=32)
+    assert found == pytest.approx(nats / math.log(2) / 100, rel=1e-5)
+
+
+def test_bfloat16_is_chosen_only_where_it_pays(monkeypatch):
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr("starscope.train.loop._probe", {torch.float32: 1.0, torch.bfloat16: 0.5}.__getitem__)
+    assert choose_precision() == (torch.bfloat16, "bfloat16: a product in bfloat16 is 2.0 times as fast as in float32")
+    monkeypatch.setattr("starscope.train.loop._probe", {torch.float32: 1.0, torch.bfloat16: 0.9}.__getitem__)
+    assert choose_precision()[0] == torch.float32
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    assert choose_precision() == (torch.float32, "float32: this processor has no bfloat16 arithmetic")
+
+
+def test_options_that_cannot_be_are_refused():
+    with pytest.raises(UsageError, match="not whole micro-batches of 3"):
+        TrainOptions(steps=1, schedule=SCHEDULE, batch_size=8, micro_batch_size=3)
+    with pytest.raises(UsageError, match="expected auto, float32 or bfloat16"):
+        TrainOptions(steps=1, schedule=SCHEDULE, precision="float16")

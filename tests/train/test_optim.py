@@ -1,0 +1,76 @@
+"""Initial weights, the optimizer's groups, and the schedule's ends."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from starscope.engine.torch_engine import TorchEngine
+from starscope.engine.weights import ArraySource, Weights
+from starscope.errors import UsageError
+from starscope.train.optim import (
+    Schedule,
+    clip_gradients,
+    initial_weights,
+    make_adamw,
+    residual_projections,
+    set_learning_rate,
+)
+from support.training import tiny_graph
+
+
+def test_the_schedule_rises_in_a_line_falls_as_a_cosine_and_stays():
+    schedule = Schedule(peak=1.0, warmup_steps=10, decay_steps=110, final=0.1)
+    assert schedule(0) == pytest.approx(0.1)
+    assert schedule(9) == schedule(10) == 1.0
+    assert schedule(60) == pytest.approx(0.55)
+    assert schedule(110) == schedule(10**6) == pytest.approx(0.1)
+    assert Schedule(peak=1.0, warmup_steps=0, decay_steps=5)(0) == 1.0
+
+
+def test_a_warm_up_longer_than_the_schedule_is_refused():
+    with pytest.raises(UsageError, match="expected warm-up to end before"):
+        Schedule(peak=1.0, warmup_steps=10, decay_steps=10)
+
+
+@pytest.mark.parametrize("vocab_size", [300, 4096])
+def test_the_first_loss_is_the_logarithm_of_the_vocabulary(vocab_size):
+    graph = tiny_graph(vocab_size=vocab_size, hidden_size=64)
+    engine = TorchEngine(graph, Weights(graph.family.slots(graph.hp), ArraySource(initial_weights(graph, 0))))
+    ids = torch.randint(0, vocab_size, (16, 33), generator=torch.Generator().manual_seed(0))
+    loss = torch.nn.functional.cross_entropy(engine.logits(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+    assert loss.item() == pytest.approx(math.log(vocab_size), rel=0.05)
+
+
+def test_what_writes_into_the_residual_stream_starts_smaller():
+    graph = tiny_graph(hidden_size=128, num_layers=8)
+    inward = residual_projections(graph)
+    assert inward == {f"layers.{i}.{name}.weight" for i in range(8) for name in ("self_attn.o_proj", "mlp.down_proj")}
+    weights = initial_weights(graph, 0)
+    for name, array in weights.items():
+        if array.ndim == 2:
+            assert array.std() == pytest.approx(0.02 / (4 if name in inward else 1), rel=0.1)
+        else:
+            assert (array == (0 if name.endswith(".bias") else 1)).all()
+    assert all((initial_weights(graph, 0)[name] == array).all() for name, array in weights.items())
+
+
+def test_decay_pulls_matrices_alone():
+    parameters = {"matrix": torch.ones(2, 2, requires_grad=True), "bias": torch.ones(2, requires_grad=True)}
+    optimizer = make_adamw(parameters, weight_decay=0.5)
+    set_learning_rate(optimizer, 0.1)
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert np.allclose(parameters["matrix"].detach(), 1 - 0.1 * 0.5)  # decay times learning rate, not through Adam
+    assert np.allclose(parameters["bias"].detach(), 1)
+
+
+def test_gradients_are_clipped_to_a_common_norm():
+    parameters = {"a": torch.ones(1, requires_grad=True), "b": torch.ones(1, requires_grad=True)}
+    parameters["a"].grad, parameters["b"].grad = torch.tensor([3.0]), torch.tensor([4.0])
+    assert clip_gradients(parameters, 1.0) == pytest.approx(5.0)
+    assert parameters["b"].grad.item() == pytest.approx(0.8, rel=1e-4)
