@@ -1,6 +1,6 @@
 # Every target sets up what it needs in .venv first; a second run asks no package index.
 # ARGS are handed on:  make demo ARGS="--help"   make test ARGS="-k gguf"
-SETUP := python=$$(scripts/find-python) && "$$python" scripts/setup.py
+SETUP := python=$$(sh scripts/find-python) && "$$python" scripts/setup.py
 BIN := .venv/bin
 ARGS ?=
 export PYTHON

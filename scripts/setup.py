@@ -83,8 +83,11 @@ def install_wheel(job: str) -> None:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     log = BUILD / "wheel.log"
-    pip("wheel", "--no-index", "--no-deps", "--no-build-isolation", "--log", str(log), "-w", str(out), str(ROOT),
-        "--config-settings", f"build-dir={BUILD / 'cmake'}")  # fmt: skip
+    settings = [f"build-dir={BUILD / 'cmake'}"]
+    if job == "test":
+        settings.append("cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON")
+    options = ["--no-index", "--no-deps", "--no-build-isolation", "--log", str(log), "-w", str(out)]
+    pip("wheel", *options, *(f"--config-settings={setting}" for setting in settings), str(ROOT))
     (wheel,) = out.glob("*.whl")
     if wheel.name.endswith("-none-any.whl"):
         if job == "test":
