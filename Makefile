@@ -12,7 +12,7 @@ help:
 	@echo "make test     build the wheel, check style and types, run the tests against the wheel"
 	@echo "make dev      an editable installation with every tool, in .venv"
 	@echo "make lint     style and types alone          make format   put files in style"
-	@echo "make bench    measure                        make clean    remove .venv and all that was built"
+	@echo "make bench    measure, in build/bench        make clean    remove .venv and all that was built"
 
 demo:
 	@$(SETUP) demo
@@ -41,7 +41,8 @@ format:
 
 bench:
 	@$(SETUP) test
-	@for bench in benches/bench_*.py; do $(BIN)/python "$$bench" $(ARGS) || exit 1; done
+	@mkdir -p build/bench
+	@for bench in benches/*.py; do $(BIN)/python "$$bench" build/bench $(ARGS) || exit 1; done
 
 clean:
 	rm -rf .venv build .mypy_cache .pytest_cache .ruff_cache .hypothesis
