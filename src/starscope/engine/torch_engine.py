@@ -200,11 +200,11 @@ class TorchEngine:
         if threads is not None:
             torch.set_num_threads(threads)
         self.threads = torch.get_num_threads()
-        self.parameters = {
-            name: torch.tensor(weights[name], dtype=dtype, device=self._device)
-            for name in weights
-            if not weights.is_tied(name)
-        }
+        self.parameters: dict[str, Tensor] = {}
+        for name in weights:
+            if not weights.is_tied(name):
+                self.parameters[name] = torch.tensor(weights[name], dtype=dtype, device=self._device)
+                weights.forget(name)
         tied = {name: slot.tied_to for name, slot in weights.slots.items() if slot.tied_to and weights.is_tied(name)}
         self._weights = {**self.parameters, **{name: self.parameters[other] for name, other in tied.items()}}
         self._fused = _fusable(graph)

@@ -59,6 +59,10 @@ class Weights(Mapping[str, Array]):
             return self._decoded[name][indices]
         return self._source.read_rows(self.slots[name], indices)
 
+    def forget(self, name: str) -> None:
+        """Let go of a decoded tensor, for whoever has made its own copy of it."""
+        self._decoded.pop(name, None)
+
     def is_tied(self, name: str) -> bool:
         """Whether a tensor is absent and another stands for it."""
         return bool(self.slots[name].tied_to) and not self._source.has(self.slots[name])
