@@ -111,7 +111,7 @@ def spawn() -> Callable[..., subprocess.Popen[bytes]]:
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(
             [sys.executable, "-m", "starscope", *map(str, args)],
-            env={**os.environ, **(env or {})},
+            env={**os.environ, "PYTHONUNBUFFERED": "", **(env or {})},
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             bufsize=0,
             **{**streams, **options},

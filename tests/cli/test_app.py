@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -58,6 +59,14 @@ def test_help_lists_every_verb_and_stands_on_stdout(cli):
         assert all(f"  {verb} " in result.stdout for verb in ALL_VERBS)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_help_into_a_full_disk_is_status_3(spawn):
+    with open("/dev/full", "wb") as full:
+        process = spawn("--help", stdout=full)
+        _, err = process.communicate()
+    assert (process.returncode, err) == (3, b"error: the output cannot be written: No space left on device.\n")
+
+
 def test_version(cli):
     assert cli("--version").stdout == f"starscope {__version__}\n"
 
@@ -108,6 +117,7 @@ def test_a_wrong_command_line_is_one_sentence_and_status_2(args, said, cli):
         (errors.VerificationError("x"), "verification", 7),
         (MemoryError(), "does_not_fit", 5),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), "input", 3),
+        (OSError(errno.ENOSPC, "No space left on device"), "output", 3),
         (ZeroDivisionError("x"), "internal", 1),
         (KeyboardInterrupt(), None, 130),
         (BrokenPipeError(), None, 0),

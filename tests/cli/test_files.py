@@ -82,6 +82,9 @@ def test_show_lists_tensors_on_request(cli, model):
 def test_show_knows_the_size_class_of_a_vocabulary_alone(cli, vocabulary):
     document = json.loads(cli("show", vocabulary, "--json").stdout)
     assert (document["size_class"], document["vocabulary_only"], document["bytes_by_format"]) == ("1B", True, {})
+    hidden, inner, qkv = 32, 64, 32 + 2 * 8
+    block = 4 * hidden + qkv * (hidden + 1) + hidden * (hidden + 1) + inner * (hidden + 1) + hidden * (inner + 1)
+    assert document["parameters"] == (269 + 4096) * hidden + 24 * block + 2 * hidden  # the head is the embedding
     assert "none, a vocabulary alone" in cli("show", vocabulary).stdout
 
 

@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 import click
 
 from starscope import __version__
-from starscope.cli.common import Session, everywhere
-from starscope.errors import DoesNotFitError, InputError, StarscopeError, UsageError
+from starscope.cli.common import Session, discard_stdout, everywhere
+from starscope.errors import DoesNotFitError, InputError, OutputError, StarscopeError, UsageError
 
 # section -> verb -> (module and its function, what it does in a few words)
 VERBS: dict[str, dict[str, tuple[str, str]]] = {
@@ -132,8 +132,9 @@ def end(session: Session, error: BaseException) -> int:
         return error.status
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
         return 130
-    if isinstance(error, BrokenPipeError):  # whoever read the output has what it wanted
+    if isinstance(error, OSError) and error.filename is None:  # a stream, not a file
         discard_stdout()
+    if isinstance(error, BrokenPipeError):  # whoever read the output has what it wanted
         return 0
     if session.traceback and not isinstance(error, click.ClickException):
         import traceback
@@ -143,10 +144,8 @@ def end(session: Session, error: BaseException) -> int:
     code, status, message, hint = known.code, known.exit_status, known.message, known.hint
     session.error(f"error: {message}" + (f"\n{hint}" if hint else ""))
     if session.json:
-        try:
+        with contextlib.suppress(OSError, OutputError):  # stdout is what failed
             session.document({"error": {"code": code, "message": message, "hint": hint}})
-        except (OSError, StarscopeError):
-            discard_stdout()
     return status
 
 
@@ -167,7 +166,9 @@ def as_starscope_error(error: BaseException) -> StarscopeError:
         return DoesNotFitError(
             "there is not enough memory for this.", hint="Use a smaller model, a smaller format (quantize) or --ctx."
         )
-    if isinstance(error, OSError) and error.filename is not None:
+    if isinstance(error, OSError):
+        if error.filename is None:
+            return OutputError(f"the output cannot be written: {error.strerror}.")
         return InputError(f"{os.fsdecode(error.filename)}: {error.strerror}.")
     return StarscopeError(
         f"internal error: {type(error).__name__}: {error}",
@@ -177,12 +178,6 @@ def as_starscope_error(error: BaseException) -> StarscopeError:
 
 def _sentence(text: str) -> str:
     return text[:1].lower() + text[1:]
-
-
-def discard_stdout() -> None:
-    """Send what Python still flushes at its end nowhere: the pipe is closed or the disk is full."""
-    with contextlib.suppress(OSError, ValueError):  # not a real file, as in tests
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def exit_on_sigterm() -> None:

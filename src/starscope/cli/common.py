@@ -50,9 +50,10 @@ class Session:
             stdout: BinaryIO = sys.stdout.buffer
             stdout.write(data)
             stdout.flush()
-        except BrokenPipeError:
-            raise
         except OSError as error:
+            discard_stdout()
+            if isinstance(error, BrokenPipeError):
+                raise
             raise OutputError(f"stdout cannot be written: {error.strerror}.") from None
 
     def document(self, document: Mapping[str, Any]) -> None:
@@ -83,6 +84,12 @@ class Session:
     def shows_progress(self) -> bool:
         """Whether a moving line would be seen: stderr is a terminal that can move, and nobody asked for quiet."""
         return not self.quiet and is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb"
+
+
+def discard_stdout() -> None:
+    """Send what Python still flushes at its end nowhere: the pipe is closed or the disk is full."""
+    with contextlib.suppress(OSError, ValueError):  # not a real file, as in tests
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def is_terminal(stream: TextIO | None) -> bool:
