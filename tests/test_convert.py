@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,6 @@ from gguf.quants import quantize as reference_quantize
 from gguf.utility import size_label as reference_size_label
 from safetensors.torch import load_file, save_file
 
-import gguf
 import starscope.convert
 from starscope.convert import FILE_TYPES, convert, size_label
 from starscope.errors import (

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import gguf as oracle
 import numpy as np
 import pytest
+from gguf import quants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import gguf as oracle
-from gguf import quants
 from starscope import formats
 from starscope.errors import InvalidContentError, UnsupportedError
 from starscope.formats import CHUNK_VALUES, FORMATS, KNOWN_TYPES, Format, decode, encode, find_format, format_by_id

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 from gguf.quants import dequantize as reference_dequantize
 from gguf.quants import quantize as reference_quantize
 
 import starscope.convert
 import starscope.quantize
-from gguf import GGMLQuantizationType
 from starscope.convert import FILE_TYPES, convert
 from starscope.errors import GGUFError, OutputExistsError, UnsupportedError, UsageError
 from starscope.formats import KNOWN_TYPES, Format, find_format

@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from starscope.convert import convert
 
 import starscope
+from starscope.convert import convert
 from starscope.engine import ENGINES
 from starscope.family import all_families
 from starscope.graph import record

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from starscope.convert import convert
 
 import starscope
 from families.suite import FamilySuite, prompt, reference
+from starscope.convert import convert
 from starscope.errors import CheckpointError, UnsupportedError
 from starscope.families import gpt_bigcode
 from starscope.family import read_config

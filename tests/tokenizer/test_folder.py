@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import tokenizers
-from support.checkpoints import make_tokenizer
-from support.vocabularies import BYTE_LEVEL, GPT2_PRE, STARCODER_PRE, added_token, symbols, whole_json
 
 from starscope.errors import InputError, StarscopeError, TokenizerError, UnsupportedError
 from starscope.gguf import read_gguf, write_gguf
 from starscope.tokenizer import Tokenizer, TokenType
+from support.checkpoints import make_tokenizer
+from support.vocabularies import BYTE_LEVEL, GPT2_PRE, STARCODER_PRE, added_token, symbols, whole_json
 
 MERGES = ["i n", "Ġ in", "# #", "d e", "de f"]
 FIM = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<fim_pad>")

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.vocabularies import symbols
 
 from starscope.errors import InvalidContentError, StarscopeError, TokenizerError, UnsupportedError
 from starscope.gguf import Value, ValueType, array, boolean, f32, read_gguf, string, strings, u32, write_gguf
 from starscope.tokenizer import FimTokens, Tokenizer, TokenType
+from support.vocabularies import symbols
 
 TOKENS = [*symbols(), "in", "<|endoftext|>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>", "A", "B"]
 TYPES = [1] * 257 + [3] * 4

@@ -11,12 +11,12 @@ import pytest
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.vocabularies import NAMES, Packed, gguf_metadata, packed_json, read_ids, read_packed, read_texts, symbols
 
 from starscope.errors import TokenizerError
 from starscope.gguf import Value, read_gguf, write_gguf
 from starscope.tokenizer import Tokenizer, TokenType
 from starscope.tokenizer.vocabulary import Contents
+from support.vocabularies import NAMES, Packed, gguf_metadata, packed_json, read_ids, read_packed, read_texts, symbols
 
 
 @cache
