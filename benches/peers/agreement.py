@@ -1,4 +1,4 @@
-"""Does llama.cpp read a file as starscope does? Most likely token at every position of a text, and a greedy continuation.
+"""Does llama.cpp read a file as starscope does? The likeliest token at each position of a text, a greedy continuation.
 
     python benches/peers/agreement.py MODEL.gguf TEXT_FILE [--tokens 2000] [--window 256] [--floor 0.995]
 

@@ -348,7 +348,8 @@ def _vocab_size(family: Family, file: GGUFFile) -> int:
     tokens = file.get("tokenizer.ggml.tokens")
     if tokens is None:
         raise GGUFError(
-            f"{file.path} has neither {embedding.gguf}.weight nor tokenizer.ggml.tokens; one is needed for the vocabulary's size."
+            f"{file.path} has neither {embedding.gguf}.weight nor tokenizer.ggml.tokens; "
+            "one is needed for the vocabulary's size."
         )
     return len(tokens)
 

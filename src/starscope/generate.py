@@ -43,7 +43,9 @@ class Vocabulary(Protocol):
 
     bos_id: int | None
     eos_id: int | None
-    stop_ids: frozenset[int]
+
+    @property
+    def stop_ids(self) -> frozenset[int]: ...
 
     def stream(self) -> Detokenizer: ...
 

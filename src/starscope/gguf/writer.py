@@ -119,7 +119,9 @@ def _alignment(metadata: Mapping[str, Value]) -> int:
 
 def _checked_size(tensor: OutputTensor) -> int:
     """The tensor's bytes, once its name and shape are known to be readable again."""
-    problem = name_problem(tensor.name.encode("utf-8", "surrogatepass")) or shape_problem(tensor.shape, tensor.format.type_id)
+    problem = name_problem(tensor.name.encode("utf-8", "surrogatepass")) or shape_problem(
+        tensor.shape, tensor.format.type_id
+    )
     if problem:
         raise GGUFError(f"{tensor.name!r} cannot be written: {problem}.")
     return tensor.format.nbytes(tensor.shape)
@@ -209,9 +211,7 @@ def _does_not_fit(path: Path, needed: int, free: int) -> DoesNotFitError:
 
 
 @contextlib.contextmanager
-def _atomic_output(
-    path: Path, total: int, force: bool, check: Callable[[Path], None] | None
-) -> Iterator[_Output]:
+def _atomic_output(path: Path, total: int, force: bool, check: Callable[[Path], None] | None) -> Iterator[_Output]:
     """An output of `total` bytes that appears under `path` at the end of the block, or never when the block fails.
 
     Names are given relative to the open folder: the temporary name may be longer than the output's without meeting the
