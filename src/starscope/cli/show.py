@@ -81,7 +81,7 @@ def describe_gguf(path: Path) -> dict[str, Any]:
         return {
             "path": str(path),
             "kind": f"GGUF v{file.version}",
-            "file_bytes": path.stat().st_size,
+            "file_bytes": sum(part.stat().st_size for part in file.paths),
             "architecture": file.get("general.architecture"),
             "name": file.get("general.name"),
             "license": file.get("general.license"),
