@@ -74,7 +74,7 @@ def play(
 ) -> tuple[ScriptedEngine, list[Piece], Completion]:
     engine = ScriptedEngine(script, context_length)
     engine.prompt_tokens = len(prompt) or 1
-    pieces = list(generate(engine, TOKENIZER, prompt, **options))  # type: ignore[arg-type]
+    pieces = list(generate(engine, TOKENIZER, prompt, **options))
     assert pieces[-1].completion is not None
     assert all(piece.completion is None for piece in pieces[:-1])
     return engine, pieces, pieces[-1].completion
@@ -185,7 +185,7 @@ def test_a_prompt_that_fills_the_context_still_gives_its_next_token() -> None:
 def test_a_prompt_over_the_context_is_an_error_with_both_numbers_before_any_work() -> None:
     engine = ScriptedEngine(b"abc", context_length=5)
     with pytest.raises(ContextOverflowError, match="6 tokens; the context has 5"):
-        generate(engine, TOKENIZER, [1] * 6)  # type: ignore[arg-type]
+        generate(engine, TOKENIZER, [1] * 6)
     assert engine.steps == []
 
 
@@ -193,7 +193,7 @@ def test_a_prompt_over_the_context_is_an_error_with_both_numbers_before_any_work
 def test_an_empty_prompt_begins_with_bos_or_else_eos(bos: int | None, eos: int, first: int) -> None:
     engine = ScriptedEngine([])
     tokenizer = SimpleNamespace(bos_id=bos, eos_id=eos, stop_ids=frozenset(), stream=ByteDetokenizer)
-    completion = last_piece(generate(engine, tokenizer, [], max_new_tokens=0))  # type: ignore[arg-type]
+    completion = last_piece(generate(engine, tokenizer, [], max_new_tokens=0))
     assert engine.steps == [[first]]
     assert completion.prompt_tokens == 1
 
@@ -201,7 +201,7 @@ def test_an_empty_prompt_begins_with_bos_or_else_eos(bos: int | None, eos: int, 
 def test_an_empty_prompt_without_either_is_refused() -> None:
     tokenizer = SimpleNamespace(bos_id=None, eos_id=None, stop_ids=frozenset(), stream=ByteDetokenizer)
     with pytest.raises(UsageError, match="prompt is empty"):
-        generate(ScriptedEngine([]), tokenizer, [])  # type: ignore[arg-type]
+        generate(ScriptedEngine([]), tokenizer, [])
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_an_empty_prompt_without_either_is_refused() -> None:
 )
 def test_arguments_out_of_range_are_refused_at_the_call(wrong: dict[str, Any], word: str) -> None:
     with pytest.raises(UsageError, match=word):
-        generate(ScriptedEngine([]), TOKENIZER, PROMPT, **wrong)  # type: ignore[arg-type]
+        generate(ScriptedEngine([]), TOKENIZER, PROMPT, **wrong)
 
 
 def test_one_stop_string_need_not_be_in_a_list() -> None:
@@ -236,7 +236,7 @@ def test_a_cache_is_used_as_far_as_it_holds_the_same_tokens() -> None:
 
     def evaluated(prompt: list[int]) -> list[list[int]]:
         engine.steps.clear()
-        last_piece(generate(engine, TOKENIZER, prompt, max_new_tokens=0, cache=cache))  # type: ignore[arg-type]
+        last_piece(generate(engine, TOKENIZER, prompt, max_new_tokens=0, cache=cache))
         assert cache.ids == prompt
         return engine.steps[:]
 
@@ -284,7 +284,7 @@ def test_timings_leave_out_the_time_between_pieces(monkeypatch: pytest.MonkeyPat
 
     engine = SlowEngine(b"abcd")
     engine.prompt_tokens = 3
-    timings = reader(generate(engine, TOKENIZER, PROMPT, max_new_tokens=4, load_s=2.5)).timings  # type: ignore[arg-type]
+    timings = reader(generate(engine, TOKENIZER, PROMPT, max_new_tokens=4, load_s=2.5)).timings
     assert (timings.load_s, timings.prefill_tok_s, timings.decode_tok_s) == (2.5, 1.0, 2.0)
 
 

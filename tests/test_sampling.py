@@ -195,7 +195,7 @@ def test_log_probabilities_are_those_of_the_softmax(logits: list[float]) -> None
 )
 def test_an_option_out_of_range_is_refused_with_what_was_found_and_expected(wrong: dict[str, float], word: str) -> None:
     with pytest.raises(UsageError, match=word) as caught:
-        SamplingOptions(**wrong)  # type: ignore[arg-type]
+        SamplingOptions(**wrong)
     assert "expected" in caught.value.message
 
 

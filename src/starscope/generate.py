@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -24,30 +24,12 @@ from starscope.sampling import Logits, SamplingOptions, every_token, keep_top_k,
 if TYPE_CHECKING:
     from starscope.cache import Cache
     from starscope.engine import Engine
+    from starscope.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length"]
 
 PREFILL_CHUNK = 256  # tokens evaluated between two chances to interrupt
 MAX_LOGPROBS = 100
-
-
-class Detokenizer(Protocol):
-    """Turns ids into text one at a time: `push` gives what is certain, `finish` what is left."""
-
-    def push(self, token_id: int, /) -> str: ...
-    def finish(self) -> str: ...
-
-
-class Vocabulary(Protocol):
-    """What generating needs of a tokenizer."""
-
-    bos_id: int | None
-    eos_id: int | None
-
-    @property
-    def stop_ids(self) -> frozenset[int]: ...
-
-    def stream(self) -> Detokenizer: ...
 
 
 @dataclass(frozen=True)
@@ -137,7 +119,7 @@ def _overlap(text: str, stop: str) -> int:
 
 def generate(
     engine: Engine,
-    tokenizer: Vocabulary,
+    tokenizer: Tokenizer,
     prompt_ids: Sequence[int],
     *,
     max_new_tokens: int = 128,
@@ -181,7 +163,7 @@ def check_limits(max_new_tokens: int, stop: Iterable[str] = (), logprobs: int = 
         raise UsageError("a stop text is empty; expected at least one character.")
 
 
-def first_id(tokenizer: Vocabulary) -> int:
+def first_id(tokenizer: Tokenizer) -> int:
     """The token that stands for an empty prompt: beginning of text, or else its end, which separates documents."""
     for token in (tokenizer.bos_id, tokenizer.eos_id):
         if token is not None:
@@ -202,7 +184,7 @@ def last_piece(pieces: Iterable[Piece]) -> Completion:
 
 def _pieces(
     engine: Engine,
-    tokenizer: Vocabulary,
+    tokenizer: Tokenizer,
     ids: list[int],
     cache: Cache,
     max_new_tokens: int,

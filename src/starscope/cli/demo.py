@@ -63,7 +63,7 @@ def describe(model: Model) -> str:
     return (
         f"the demo model: {count_text(parameters)} parameters, {size}, {model.context_length} tokens of context, "
         "trained on Python's standard library\n"
-        "It writes what looks like Python and seldom does what it says: a StarCoder has a thousand times its size.\n"
+        "It writes what looks like Python and seldom does what it says; the largest StarCoder has 15.5B parameters.\n"
     )
 
 
