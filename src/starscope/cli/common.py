@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, TypeVar
 
 import click
 
+from starscope.cli.units import plural
 from starscope.errors import InvalidContentError, OutputError
 
 if TYPE_CHECKING:
@@ -172,8 +173,7 @@ def headline(model: Model) -> str:
     """Model, engine, device and threads in one line."""
     size = model.family.size_class(model.hparams)
     what = " ".join([model.family.gguf_architecture, *([size] if size else []), *formats_of(model)])
-    threads = model.engine.threads
-    cores = f"{threads} thread" + ("s" if threads != 1 else "")
+    cores = plural(model.engine.threads, "thread")
     return f"{model.path.name} ({what}) · {model.engine.name} engine · {model.engine.device} · {cores}"
 
 

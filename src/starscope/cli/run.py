@@ -19,6 +19,7 @@ from starscope.cli.common import (
     text_argument,
     text_or_stdin,
 )
+from starscope.cli.units import plural
 
 if TYPE_CHECKING:
     from starscope.generate import Completion
@@ -122,11 +123,11 @@ def as_document(completion: Completion) -> dict[str, object]:
 
 def summary(completion: Completion) -> str:
     """Tokens and speeds in one line."""
-    timings, made = completion.timings, len(completion.token_ids)
-    parts = [f"prompt {completion.prompt_tokens} tokens"]
+    timings = completion.timings
+    parts = [f"prompt {plural(completion.prompt_tokens, 'token')}"]
     if timings.prefill_tok_s:
         parts[0] += f", {timings.prefill_tok_s:.0f} tok/s"
-    parts.append(f"{made} new token" + ("s" if made != 1 else ""))
+    parts.append(plural(len(completion.token_ids), "new token"))
     if timings.decode_tok_s:
         parts[1] += f", {timings.decode_tok_s:.1f} tok/s"
     return " · ".join([*parts, f"loaded in {timings.load_s:.2f} s", f"ended by {completion.finish_reason}"])

@@ -21,3 +21,8 @@ def count_text(count: int) -> str:
             return f"{size:.3g}{unit}"
         size /= 1000
     return f"{size:.3g}T"
+
+
+def plural(count: int, noun: str) -> str:
+    """1 -> "1 token", 2 -> "2 tokens"."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
