@@ -181,6 +181,9 @@ class Model:
             ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
             if isinstance(prompt, str) and self.tokenizer.add_bos and self.tokenizer.bos_id is not None:
                 ids = [self.tokenizer.bos_id, *ids]
+        began = time.perf_counter()
+        self.engine.prepare()
+        self.load_s += time.perf_counter() - began
         # One cache waits between calls. A call that begins while another still streams gets its own.
         cache, self._idle_cache = self._idle_cache or self.engine.new_cache(), None
         pieces = generate(

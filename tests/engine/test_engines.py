@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from starscope.engine import ENGINES, Engine, Weights, make_engine
 from starscope.engine.numpy_engine import NumpyEngine, erf
-from starscope.engine.torch_engine import Group, Step, TorchEngine
+from starscope.engine.torch_engine import Group, Step, TorchEngine, memory_errors
 from starscope.engine.weights import ArraySource
-from starscope.errors import ContextOverflowError, InvalidContentError, UnsupportedError, UsageError
+from starscope.errors import ContextOverflowError, DoesNotFitError, InvalidContentError, UnsupportedError, UsageError
 from starscope.families.gpt_bigcode import FAMILY
 from starscope.family import make_hparams
 from starscope.graph import record
@@ -162,6 +162,35 @@ def test_nothing_but_the_logits_outlives_a_run() -> None:
     values, start = input_values(GRAPH, batch)
     engine.run(batch, values, start, len(GRAPH.ops))
     assert set(values) == {GRAPH.names["logits"]}
+
+
+def test_named_values_are_those_of_the_run() -> None:
+    engine = NumpyEngine(GRAPH, weights())
+    read = engine.read_values(
+        [1, 2, 3, 4], ["logits", "layers.1.self_attn.attention_probabilities", "layers.0.layer_mid"]
+    )
+    np.testing.assert_array_equal(read["logits"], engine.forward([[1, 2, 3, 4]])[0])
+    pattern = read["layers.1.self_attn.attention_probabilities"]
+    assert pattern.shape == (3, 4, 4)
+    np.testing.assert_allclose(pattern.sum(-1), 1, rtol=4 * 2.0**-23)
+    assert not np.triu(pattern, 1).any()
+    assert read["layers.0.layer_mid"].shape == (4, 24)
+
+
+def test_memory_that_runs_out_in_torch_is_an_error_of_ours() -> None:
+    with pytest.raises(DoesNotFitError, match="not enough memory on cpu"), memory_errors("cpu"):
+        torch.empty(10**15)
+    with pytest.raises(RuntimeError, match="shape"), memory_errors("cpu"):
+        torch.zeros(3).reshape(2)
+
+
+def test_preparing_decodes_every_matrix_once() -> None:
+    w = weights()
+    engine = NumpyEngine(GRAPH, w)
+    engine.prepare()
+    decoded = w["layers.0.mlp.up_proj.weight"]
+    engine.prepare()
+    assert w["layers.0.mlp.up_proj.weight"] is decoded
 
 
 def test_a_table_read_by_rows_is_the_table_decoded_whole() -> None:

@@ -11,6 +11,7 @@ from starscope.cli.common import Session, engine_options, everywhere, headline
 from starscope.cli.units import bytes_text, count_text
 
 if TYPE_CHECKING:
+    from starscope.engine.numpy_engine import NumpyEngine
     from starscope.generate import Completion
     from starscope.model import Model
 
@@ -46,6 +47,7 @@ def demo(ctx: click.Context, engine: str, device: str, ctx_length: int | None, t
         session.write(BEFORE + ">>>")
         stream(session, loaded, BEFORE, AFTER)
         session.write("<<<\n" + AFTER)
+    show_looks(session, loaded, PROMPT, first)
     timings = first.timings
     session.write(
         f"\nprompt {timings.prefill_tok_s:.0f} tok/s, new text {timings.decode_tok_s:.0f} tok/s, "
@@ -65,6 +67,32 @@ def describe(model: Model) -> str:
         "trained on Python's standard library\n"
         "It writes what looks like Python and seldom does what it says; the largest StarCoder has 15.5B parameters.\n"
     )
+
+
+def show_looks(session: Session, model: Model, prompt: str, completion: Completion) -> None:
+    """Print which tokens the last new token was predicted from: the five with the most attention."""
+    from starscope.engine.numpy_engine import NumpyEngine
+
+    ids = model.tokenizer.encode(prompt) + completion.token_ids[:-1]
+    if not isinstance(model.engine, NumpyEngine) or not completion.token_ids or len(ids) < 3:
+        return
+    looks = attention_of_the_last(model.engine, ids)
+    new = model.tokenizer.piece(completion.token_ids[-1])
+    session.write(f"\n\n# To write its last token, {new!r}, it looked most at:\n")
+    for position in sorted(range(len(ids)), key=lambda i: -looks[i])[:5]:
+        bar = "█" * max(1, round(40 * looks[position] / max(looks)))
+        session.write(f"{looks[position]:>6.1%}  {bar}  {model.tokenizer.piece(ids[position])!r} (token {position})\n")
+
+
+def attention_of_the_last(engine: NumpyEngine, ids: list[int]) -> list[float]:
+    """The share of attention that the last position pays to each token: the mean over heads and blocks.
+
+    The first token is left out: heads with nothing to look for rest on it.
+    """
+    names = [f"layers.{i}.self_attn.attention_probabilities" for i in range(engine.graph.hp.num_layers)]
+    patterns = engine.read_values(ids, names).values()  # [num_heads query key] each
+    mean = sum(pattern[:, -1].mean(0) for pattern in patterns) / len(names)
+    return [0.0, *(float(share) for share in mean[1:] / mean[1:].sum())]
 
 
 def stream(session: Session, model: Model, prompt: str, suffix: str | None) -> Completion:

@@ -45,6 +45,9 @@ class Engine(Protocol):
 
     def new_cache(self) -> Cache: ...
 
+    def prepare(self) -> None:
+        """Decode whatever weights are not decoded yet, so that the first step costs what the others do."""
+
     def forward(
         self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last"
     ) -> list[Array]: ...

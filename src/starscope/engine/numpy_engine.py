@@ -180,6 +180,11 @@ class NumpyEngine:
             as_cached=(lambda rows: rows.astype(np.float16)) if half else (lambda rows: rows),
         )
 
+    def prepare(self) -> None:
+        for name in self.weights:
+            if not self.weights.slots[name].always_f32:
+                self.weights[name]
+
     def forward(
         self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last"
     ) -> list[Array]:
@@ -188,6 +193,14 @@ class NumpyEngine:
         self.run(batch, values, start, len(self.graph.ops))
         batch.advance()
         return batch.split_wanted(values[self.graph.names["logits"]])
+
+    def read_values(self, ids: Sequence[int], names: Sequence[str]) -> dict[str, Any]:
+        """Named values of one sequence, from a run of its own. One with a `query` or `key` axis is its one array."""
+        edges = {name: self.graph.edge(name) for name in names}
+        batch = make_batch(self, [ids], None, "last")
+        values, start = input_values(self.graph, batch)
+        self.run(batch, values, start, len(self.graph.ops), keep={edge.index for edge in edges.values()})
+        return {name: values[e.index][0] if e.per_sequence else values[e.index] for name, e in edges.items()}
 
     def run(self, batch: Batch, values: dict[int, Any], start: int, stop: int, keep: Collection[int] = ()) -> None:
         """Run ops `start` to `stop` over `values` (edge -> value); an edge in `keep` outlives its last use."""

@@ -12,7 +12,8 @@ length. The three ops of attention run as one fused call wherever nobody asks fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from starscope.cache import Cache
 from starscope.engine.base import MASKED, Array, Batch, Sequences, Wanted, input_values, make_batch
 from starscope.engine.weights import Weights
-from starscope.errors import UnsupportedError
+from starscope.errors import DoesNotFitError, UnsupportedError
 from starscope.graph import Graph, Op
 
 
@@ -201,10 +202,11 @@ class TorchEngine:
             torch.set_num_threads(threads)
         self.threads = torch.get_num_threads()
         self.parameters: dict[str, Tensor] = {}
-        for name in weights:
-            if not weights.is_tied(name):
-                self.parameters[name] = torch.tensor(weights[name], dtype=dtype, device=self._device)
-                weights.forget(name)
+        with memory_errors(self.device):
+            for name in weights:
+                if not weights.is_tied(name):
+                    self.parameters[name] = torch.tensor(weights[name], dtype=dtype, device=self._device)
+                    weights.forget(name)
         tied = {name: slot.tied_to for name, slot in weights.slots.items() if slot.tied_to and weights.is_tied(name)}
         self._weights = {**self.parameters, **{name: self.parameters[other] for name, other in tied.items()}}
         self._fused = _fusable(graph)
@@ -218,6 +220,9 @@ class TorchEngine:
             as_cached=(lambda rows: rows.to(torch.float16)) if half else (lambda rows: rows),
         )
 
+    def prepare(self) -> None:
+        """Nothing is left to do: the weights were decoded when the engine was made."""
+
     @torch.inference_mode()
     def forward(
         self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last"
@@ -227,7 +232,8 @@ class TorchEngine:
         values: dict[int, Any] = {
             i: torch.from_numpy(np.ascontiguousarray(v)).to(self._device) for i, v in known.items()
         }
-        self.run(self._step(batch), values, start, len(self.graph.ops))
+        with memory_errors(self.device):
+            self.run(self._step(batch), values, start, len(self.graph.ops))
         batch.advance()
         logits: Tensor = values[self.graph.names["logits"]]
         return batch.split_wanted(logits.float().cpu().numpy())
@@ -298,6 +304,20 @@ def _fusable(graph: Graph) -> dict[int, Fusion]:
         ):
             found[op.index] = Fusion((*op.inputs, mix_op.inputs[1]), mix_op.outputs[0], hidden, mix_op.index)  # type: ignore[arg-type]
     return found
+
+
+@contextmanager
+def memory_errors(device: str) -> Iterator[None]:
+    """Turn torch's two ways of saying that memory ran out into DoesNotFitError."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        reason = str(error).splitlines()[0]
+        raise DoesNotFitError(
+            f"there is not enough memory on {device}: {reason}", hint="Use a smaller model."
+        ) from None
 
 
 def _find_device(name: str) -> torch.device:
