@@ -118,9 +118,20 @@ def test_chunks_that_do_not_sum_to_the_shape_are_refused(tmp_path: Path, chunks:
     assert files(tmp_path) == []
 
 
+def test_no_chunk_past_the_end_is_asked_for(tmp_path: Path) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield from (bytes(32), bytes(32))
+        raise AssertionError("a third chunk was asked for")
+
+    with pytest.raises(GGUFError, match="w gave more than 32 bytes"):
+        write_gguf(tmp_path / "m.gguf", META, [OutputTensor("w", (2, 4), F32, chunks)])
+    assert files(tmp_path) == []
+
+
 @pytest.mark.parametrize(("meta", "tensors", "message"), [
     ({"General": u32(1)}, [], "only a-z"),
     ({"": u32(1)}, [], "a key of 0 bytes"),
+    ({"k" * 65_536: u32(1)}, [], "a key of 65536 bytes"),
     ({"clé": u32(1)}, [], "only a-z"),
     ({"general.alignment": u32(12)}, [], "alignment is 12"),
     ({"general.alignment": scalar(ValueType.UINT64, 32)}, [], "expected UINT32"),
