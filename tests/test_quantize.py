@@ -152,9 +152,19 @@ def test_a_format_that_is_not_decoded_is_named(folder: Path, tmp_path: Path) -> 
     source = write_changed(
         folder / "f16.gguf", tmp_path / "in.gguf", tensors={"blk.0.attn_output.weight": (form, data)}
     )
+    told: list[int] = []
     with pytest.raises(UnsupportedError, match=r"blk\.0\.attn_output\.weight is stored as IQ2_XXS"):
-        quantize(source, tmp_path / "out.gguf", to="q8_0")
+        quantize(source, tmp_path / "out.gguf", to="q8_0", progress=lambda done, _: told.append(done))
+    assert told == []  # before any tensor was written
     assert [path.name for path in tmp_path.iterdir()] == ["in.gguf"]
+
+
+def test_a_tensor_that_keeps_its_format_keeps_its_bytes(folder: Path, tmp_path: Path) -> None:
+    form = find_format("q8_0")
+    data = np.random.default_rng(0).integers(0, 0x38, form.nbytes((256, 256)), np.uint8).tobytes()
+    tensors = {"blk.1.attn_output.weight": (form, data)}  # not what encoding its own values would give
+    source = write_changed(folder / "q8_0.gguf", tmp_path / "in.gguf", tensors=tensors)
+    assert quantize(source, tmp_path / "out.gguf", to="q8_0").out.read_bytes() == source.read_bytes()
 
 
 @pytest.mark.parametrize("tied", [True, False])
