@@ -1,4 +1,4 @@
-"""Folders of a few tokens: every form of the files, what is refused and in which words."""
+"""Folders of a few tokens: every form of the files, added tokens, and ids there and back."""
 
 from __future__ import annotations
 
@@ -10,57 +10,11 @@ from typing import Any
 import pytest
 import tokenizers
 
-from starscope.errors import InputError, StarscopeError, TokenizerError, UnsupportedError
-from starscope.gguf import read_gguf, write_gguf
+from starscope.errors import TokenizerError, UnsupportedError
 from starscope.tokenizer import Tokenizer, TokenType
 from support.checkpoints import make_tokenizer
-from support.vocabularies import BYTE_LEVEL, GPT2_PRE, STARCODER_PRE, added_token, symbols, whole_json
-
-MERGES = ["i n", "Ġ in", "# #", "d e", "de f"]
-FIM = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<fim_pad>")
-
-
-def small_vocab() -> dict[str, int]:
-    """All 256 symbols, then what MERGES build: ids 256 to 260."""
-    return {piece: token_id for token_id, piece in enumerate([*symbols(), *(m.replace(" ", "") for m in MERGES)])}
-
-
-def special(first: int, *contents: str) -> list[dict[str, Any]]:
-    return [added_token(first + number, content, special=True) for number, content in enumerate(contents)]
-
-
-def small_json(added: list[dict[str, Any]] | None = None, **parts: Any) -> dict[str, Any]:
-    return whole_json(small_vocab(), list(MERGES), special(261, "<|endoftext|>") if added is None else added, **parts)
-
-
-def write(folder: Path, **files: Any) -> Path:
-    """Files by name, with _ for the dot before the ending; objects as JSON."""
-    folder.mkdir(exist_ok=True)
-    for name, content in files.items():
-        stem, _, ending = name.rpartition("_")
-        text = content if isinstance(content, str) else json.dumps(content)
-        (folder / f"{stem}.{ending}").write_text(text, newline="")
-    return folder
-
-
-def read(folder: Path, **files: Any) -> Tokenizer:
-    return Tokenizer.from_folder(write(folder, **files))
-
-
-def refused(kind: type[StarscopeError], words: str, folder: Path, **files: Any) -> None:
-    """Reading says `words` and the folder's name, in one line."""
-    with pytest.raises(kind, match=words) as caught:
-        read(folder, **files).encode("text")
-    assert "\n" not in str(caught.value)
-    assert str(folder) in str(caught.value)
-
-
-def reread(tokenizer: Tokenizer, path: Path, num_rows: int | None = None) -> Tokenizer:
-    """The tokenizer after it went through a GGUF file."""
-    write_gguf(path, tokenizer.to_metadata(num_rows), [], force=True)
-    with read_gguf(path) as file:
-        return Tokenizer.from_gguf(file)
-
+from support.tokenizer_folders import BOS_TEMPLATE, FIM, MERGES, read, reread, small_json, small_vocab, special, write
+from support.vocabularies import BYTE_LEVEL, GPT2_PRE, STARCODER_PRE, added_token, whole_json
 
 # The forms of the files
 
@@ -186,6 +140,37 @@ def test_chat_templates_are_kept(tmp_path: Path) -> None:
     assert read(tmp_path / "model", chat_template_jinja="{{ c }}").chat_templates == {"default": "{{ c }}"}
 
 
+@pytest.mark.parametrize(
+    "pre", [STARCODER_PRE, GPT2_PRE, BYTE_LEVEL, {"type": "Sequence", "pretokenizers": [GPT2_PRE]}]
+)
+def test_the_pre_tokenizer_is_found_from_its_steps(tmp_path: Path, pre: dict[str, Any]) -> None:
+    tokenizer = read(tmp_path / "model", tokenizer_json=small_json(pre_tokenizer=pre, post_processor=BYTE_LEVEL))
+    assert tokenizer.pre_tokenizer == ("starcoder" if pre is STARCODER_PRE else "gpt-2")
+    assert reread(tokenizer, tmp_path / "x.gguf").pre_tokenizer == tokenizer.pre_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("processor", "settings", "add_bos"),
+    [
+        (BOS_TEMPLATE, {}, True),
+        ({"type": "Sequence", "processors": [BYTE_LEVEL, BOS_TEMPLATE]}, {}, True),
+        (BOS_TEMPLATE, {"add_bos_token": False}, False),
+        (BOS_TEMPLATE | {"single": BOS_TEMPLATE["single"][1:]}, {}, False),
+        (BYTE_LEVEL, {"add_bos_token": True, "bos_token": "<|endoftext|>"}, True),
+        (None, {}, False),
+    ],
+)
+def test_whether_bos_is_expected(
+    tmp_path: Path, processor: dict[str, Any] | None, settings: dict[str, Any], add_bos: bool
+) -> None:
+    data = small_json(post_processor=processor)
+    tokenizer = read(tmp_path / "model", tokenizer_json=data, tokenizer_config_json=settings)
+    for reader in (tokenizer, reread(tokenizer, tmp_path / "x.gguf")):
+        assert reader.add_bos is add_bos
+        assert reader.bos_id == 261 or not add_bos
+        assert 261 not in reader.encode("in")  # the caller adds it
+
+
 # Added tokens
 
 
@@ -264,196 +249,6 @@ def test_a_token_spelled_like_the_padding_is_an_error(tmp_path: Path) -> None:
     tokenizer = read(tmp_path / "model", tokenizer_json=small_json(special(261, "[PAD265]")))
     with pytest.raises(TokenizerError, match=r"spelled like the padding from \[PAD262\] on"):
         tokenizer.to_metadata(266)
-
-
-# What is refused
-
-
-@pytest.mark.parametrize(
-    ("added", "words"),
-    [
-        (special(5, "<|endoftext|>"), r"'ą' and '<\|endoftext\|>' both have the id 5"),
-        (special(300, "def"), "'def' has the ids 260 and 300"),
-        ([*special(261, "<a>"), *special(262, "<a>")], "'<a>' has the ids 261 and 262"),
-        ([*special(261, "<a>"), *special(261, "<b>")], "'<a>' and '<b>' both have the id 261"),
-        (special(-1, "<a>"), "the id of '<a>' is -1; expected a number from 0"),
-        (special(900_000, "<a>"), "has 262 tokens with ids up to 900000"),
-        ([{"id": 261}], "an added token is {'id': 261}; expected an object with its content"),
-        (special(261, "!")[:1], "'!' has the ids 33 and 261"),
-        (special(33, "!"), "token 33, '!', is a control token and also the symbol of byte 0x21"),
-    ],
-)
-def test_ids_that_collide_are_an_error(tmp_path: Path, added: list[dict[str, Any]], words: str) -> None:
-    refused(TokenizerError, words, tmp_path / "model", tokenizer_json=small_json(added))
-
-
-def test_two_pieces_with_one_id_are_an_error(tmp_path: Path) -> None:
-    data = small_json([])
-    data["model"]["vocab"]["twin"] = 260
-    refused(TokenizerError, "'def' and 'twin' both have the id 260", tmp_path / "model", tokenizer_json=data)
-
-
-@pytest.mark.parametrize(
-    ("merge", "words"),
-    [
-        ("def", "merge 5 is 'def'; expected two pieces with a space between them"),
-        ("d e f", "merge 5 is 'd e f'; expected two pieces"),
-        (["d", "e f"], "merge 5 is 'd e f'; expected two pieces"),
-        (["d", ""], "merge 5 is 'd '; expected two pieces"),
-        (7, "merge 5 is 7; expected two pieces"),
-        ("x y", "merge 5 joins 'x' and 'y'; the vocabulary has no 'xy'"),
-        ("de nope", "merge 5 joins 'de' and 'nope'; the vocabulary has no 'nope'"),
-    ],
-)
-def test_a_merge_that_is_none_is_an_error(tmp_path: Path, merge: Any, words: str) -> None:
-    data = small_json()
-    data["model"]["merges"].append(merge)
-    refused(TokenizerError, words, tmp_path / "model", tokenizer_json=data)
-
-
-BOS_TEMPLATE = {
-    "type": "TemplateProcessing",
-    "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-    "pair": [],
-    "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [261], "tokens": ["<|endoftext|>"]}},
-}
-SUFFIX = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
-
-
-@pytest.mark.parametrize(
-    ("parts", "words"),
-    [
-        ({"pre_tokenizer": None}, r"the pre-tokenizer is absent; known: ByteLevel \(gpt-2, "),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "the pre-tokenizer is Whitespace; known"),
-        ({"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}}, r"is ByteLevel\(add_prefix_space=true\); known"),
-        ({"pre_tokenizer": BYTE_LEVEL | {"use_regex": False}}, r"is ByteLevel\(use_regex=false\); known"),
-        ({"pre_tokenizer": BYTE_LEVEL | {"new_option": 3}}, r"is ByteLevel\(new_option=3\); known"),
-        (
-            {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Digits"}, BYTE_LEVEL]}},
-            r"is Digits \+ ByteLevel; known: .*Digits\(individual_digits=true\) \+ ByteLevel \(starcoder, refact",
-        ),
-        (
-            {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTE_LEVEL, BYTE_LEVEL]}},
-            r"is ByteLevel \+ ByteLevel; known",
-        ),
-        ({"normalizer": {"type": "NFC"}}, "the normalizer is NFC; supported: none"),
-        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}}, "the normalizer is Lowercase"),
-        ({"decoder": {"type": "Metaspace"}}, "the decoder is Metaspace; supported: ByteLevel"),
-        ({"post_processor": {"type": "BertProcessing"}}, "the post-processor is BertProcessing; supported: ByteLevel"),
-        (
-            {"post_processor": BOS_TEMPLATE | {"single": [*BOS_TEMPLATE["single"], SUFFIX]}},
-            "the post-processor's template is SpecialToken Sequence SpecialToken; supported: SpecialToken Sequence",
-        ),
-        (
-            {"post_processor": {"type": "Sequence", "processors": [BOS_TEMPLATE, BOS_TEMPLATE]}},
-            "the post-processor puts 2 tokens before a text; supported: at most one, bos",
-        ),
-        ({"surprise": 1}, "has the key 'surprise'; known: version"),
-    ],
-)
-def test_parts_that_would_change_the_ids_are_refused_in_words(
-    tmp_path: Path, parts: dict[str, Any], words: str
-) -> None:
-    refused(UnsupportedError, words, tmp_path / "model", tokenizer_json=small_json(**parts))
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "words"),
-    [
-        ("type", "Unigram", "the model is Unigram; supported: BPE"),
-        ("ignore_merges", True, "the model's ignore_merges is True; supported: None or False"),
-        ("byte_fallback", True, "the model's byte_fallback is True"),
-        ("dropout", 0.1, "the model's dropout is 0.1"),
-        ("continuing_subword_prefix", "##", "the model's continuing_subword_prefix is '##'"),
-        ("end_of_word_suffix", "</w>", "the model's end_of_word_suffix is '</w>'"),
-        ("surprise", 1, "the model has the key 'surprise'"),
-    ],
-)
-def test_options_of_the_model_are_refused_in_words(tmp_path: Path, key: str, value: Any, words: str) -> None:
-    data = small_json()
-    data["model"][key] = value
-    refused(UnsupportedError, words, tmp_path / "model", tokenizer_json=data)
-
-
-@pytest.mark.parametrize(
-    "pre", [STARCODER_PRE, GPT2_PRE, BYTE_LEVEL, {"type": "Sequence", "pretokenizers": [GPT2_PRE]}]
-)
-def test_the_pre_tokenizer_is_found_from_its_steps(tmp_path: Path, pre: dict[str, Any]) -> None:
-    tokenizer = read(tmp_path / "model", tokenizer_json=small_json(pre_tokenizer=pre, post_processor=BYTE_LEVEL))
-    assert tokenizer.pre_tokenizer == ("starcoder" if pre is STARCODER_PRE else "gpt-2")
-    assert reread(tokenizer, tmp_path / "x.gguf").pre_tokenizer == tokenizer.pre_tokenizer
-
-
-@pytest.mark.parametrize(
-    ("processor", "settings", "add_bos"),
-    [
-        (BOS_TEMPLATE, {}, True),
-        ({"type": "Sequence", "processors": [BYTE_LEVEL, BOS_TEMPLATE]}, {}, True),
-        (BOS_TEMPLATE, {"add_bos_token": False}, False),
-        (BOS_TEMPLATE | {"single": BOS_TEMPLATE["single"][1:]}, {}, False),
-        (BYTE_LEVEL, {"add_bos_token": True, "bos_token": "<|endoftext|>"}, True),
-        (None, {}, False),
-    ],
-)
-def test_whether_bos_is_expected(
-    tmp_path: Path, processor: dict[str, Any] | None, settings: dict[str, Any], add_bos: bool
-) -> None:
-    data = small_json(post_processor=processor)
-    tokenizer = read(tmp_path / "model", tokenizer_json=data, tokenizer_config_json=settings)
-    for reader in (tokenizer, reread(tokenizer, tmp_path / "x.gguf")):
-        assert reader.add_bos is add_bos
-        assert reader.bos_id == 261 or not add_bos
-        assert 261 not in reader.encode("in")  # the caller adds it
-
-
-@pytest.mark.parametrize("key", ["add_prefix_space", "add_eos_token"])
-def test_settings_that_change_every_text_are_refused_in_words(tmp_path: Path, key: str) -> None:
-    files = {"tokenizer_json": small_json(), "tokenizer_config_json": {key: True}}
-    refused(UnsupportedError, f"{key} is True; supported: false", tmp_path / "model", **files)
-
-
-def test_bos_without_a_token_is_an_error(tmp_path: Path) -> None:
-    files = {"tokenizer_json": small_json(), "tokenizer_config_json": {"add_bos_token": True}}
-    refused(TokenizerError, "asks for a bos token before every text and names none", tmp_path / "model", **files)
-
-
-def test_missing_files_are_named(tmp_path: Path) -> None:
-    refused(InputError, "has no tokenizer; expected tokenizer.json, or vocab.json with", tmp_path / "a")
-    refused(InputError, "has vocab.json and no merges.txt", tmp_path / "b", vocab_json=small_vocab())
-    refused(InputError, "has merges.txt and no vocab.json", tmp_path / "c", merges_txt="a b\n")
-    refused(UnsupportedError, "has a SentencePiece tokenizer.model", tmp_path / "d", tokenizer_model="")
-    files = {
-        "vocab_json": small_vocab(),
-        "merges_txt": "i n\n",
-        "tokenizer_config_json": {"tokenizer_class": "Qwen2Tokenizer"},
-    }
-    refused(UnsupportedError, "has vocab.json with merges.txt for Qwen2Tokenizer; supported", tmp_path / "e", **files)
-
-
-@pytest.mark.parametrize(
-    ("files", "words"),
-    [
-        ({"tokenizer_json": "{"}, "not valid JSON"),
-        ({"tokenizer_json": "[]"}, "expected an object"),
-        ({"tokenizer_json": {"added_tokens": []}}, "has no model"),
-        ({"tokenizer_json": small_json() | {"added_tokens": 3}}, "added_tokens is int; expected a list"),
-        ({"tokenizer_json": small_json(), "config_json": {"eos_token_id": "0"}}, "eos_token_id is '0'; expected an id"),
-        ({"tokenizer_json": small_json(), "tokenizer_config_json": {"added_tokens_decoder": {"x": {}}}}, "not a table"),
-        (
-            {"tokenizer_json": small_json(), "tokenizer_config_json": {"chat_template": 3}},
-            "chat_template is not a text",
-        ),
-        ({"tokenizer_json": small_json(pre_tokenizer={"type": 3})}, "expected an object with a type"),
-        ({"tokenizer_json": small_json(post_processor=[])}, "expected an object with a type"),
-        ({"tokenizer_json": whole_json({}, [])}, "has an empty vocabulary"),
-        ({"tokenizer_json": whole_json({"a": "0"}, [])}, "the id of 'a' is '0'"),
-        ({"tokenizer_json": whole_json([], [])}, "the vocabulary is list"),  # type: ignore[arg-type]
-        ({"tokenizer_json": whole_json({"a": 0}, None)}, "merges is NoneType"),  # type: ignore[arg-type]
-        ({"vocab_json": {"a": 0}, "merges_txt": "a\n"}, "merge 0 is 'a'; expected two pieces"),
-    ],
-)
-def test_contradictions_are_errors_in_words(tmp_path: Path, files: dict[str, Any], words: str) -> None:
-    refused(StarscopeError, words, tmp_path / "model", **files)
 
 
 # Text and ids

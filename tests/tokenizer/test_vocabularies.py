@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
     """A folder with the tokenizer.json of the vocabulary."""
     path = tmp_path_factory.mktemp(name)
     end = read_packed(name).tokens[read_packed(name).end]
-    (path / "tokenizer.json").write_text(json.dumps(packed_json(read_packed(name))))
+    (path / "tokenizer.json").write_text(json.dumps(packed_json(read_packed(name))), encoding="utf-8")
     (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": end, "eos_token": end, "unk_token": end}))
     return path
 

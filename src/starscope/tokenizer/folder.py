@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 from starscope.checkpoint import read_json
@@ -32,7 +33,7 @@ def read_folder(folder: Path, config: Mapping[str, Any] | None, generation_confi
     settings = _read_optional(settings_path)
     for key in ("add_prefix_space", "add_eos_token"):
         if settings.get(key):
-            raise UnsupportedError(f"{settings_path}: {key} is {settings[key]!r}; supported: false.")
+            raise UnsupportedError(f"{settings_path}: {key} is {short(settings[key])}; supported: false.")
     files = _read_files(folder, settings)
     sources = (files.names, _read_optional(folder / "special_tokens_map.json"), settings)
     names = {name: value for source in sources for name, value in source.items() if value is not None}
@@ -106,7 +107,7 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
         raise TokenizerError(f"{path} is not UTF-8.") from None
     if lines[0].startswith("#version"):
         del lines[0]
-    return split_merges((line.removesuffix("\r") for line in lines if line.strip()), str(path))
+    return split_merges(filter(None, lines), str(path))
 
 
 def _added_by_id(settings: Mapping[str, Any], path: Path) -> list[Added]:
@@ -124,9 +125,11 @@ def _check_ids(files: Files, tokens: Iterable[Added]) -> dict[int, Added]:
     added = {token.token_id: token for token in tokens}
     for piece, token_id in [*files.vocab.items(), *((token.content, token.token_id) for token in tokens)]:
         if pieces.setdefault(token_id, piece) != piece:
-            raise TokenizerError(f"{files.where}: {pieces[token_id]!r} and {piece!r} both have the id {token_id}.")
+            raise TokenizerError(
+                f"{files.where}: {short(pieces[token_id])} and {short(piece)} both have the id {token_id}."
+            )
         if ids.setdefault(piece, token_id) != token_id:
-            raise TokenizerError(f"{files.where}: {piece!r} has the ids {ids[piece]} and {token_id}.")
+            raise TokenizerError(f"{files.where}: {short(piece)} has the ids {ids[piece]} and {token_id}.")
     return added
 
 
@@ -188,7 +191,9 @@ def _read_roles(
             value = config.get(f"{role}_token_id")
             values = value if isinstance(value, list) else [] if value is None else [value]
             if not all(type(token_id) is int for token_id in values):
-                raise TokenizerError(f"{files.where}: {role}_token_id is {value!r}; expected an id, or a list of them.")
+                raise TokenizerError(
+                    f"{files.where}: {role}_token_id is {short(value)}; expected an id, or a list of them."
+                )
             stated[role] += [token_id for token_id in values if 0 <= token_id < size]
     ids = {role: next(iter(found), None) for role, found in stated.items()}
     for role, name in ROLE_NAMES.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from reprlib import repr as short
 
 from starscope.errors import TokenizerError
 from starscope.tokenizer.vocabulary import Contents, Roles
@@ -41,6 +42,8 @@ def split_merges(lines: Iterable[str], where: str) -> list[tuple[str, str]]:
     for number, line in enumerate(lines):
         pieces = line.split(" ")
         if len(pieces) != 2 or "" in pieces:
-            raise TokenizerError(f"{where}: merge {number} is {line!r}; expected two pieces with a space between them.")
+            raise TokenizerError(
+                f"{where}: merge {number} is {short(line)}; expected two pieces with a space between them."
+            )
         merges.append((pieces[0], pieces[1]))
     return merges

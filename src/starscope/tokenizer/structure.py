@@ -9,6 +9,7 @@ name is found from what the steps are, never from a hash of what they produce:
 
 from __future__ import annotations
 
+from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
 
 from starscope.errors import TokenizerError, UnsupportedError
@@ -31,7 +32,7 @@ _STEPS = {name: steps for steps, names in STRUCTURES.items() for name in names}
 
 def find_name(pre_tokenizer: Any) -> str:
     """The GGUF name of the `pre_tokenizer` of a tokenizer.json. UnsupportedError says which steps it has."""
-    steps = tuple(_describe(step) for step in _flatten(pre_tokenizer))
+    steps = tuple(_describe(step) for step in flatten(pre_tokenizer, "pretokenizers", "pre-tokenizer"))
     if steps not in STRUCTURES:
         known = "; ".join(f"{' + '.join(steps)} ({', '.join(names)})" for steps, names in STRUCTURES.items())
         raise UnsupportedError(f"the pre-tokenizer is {' + '.join(steps) or 'absent'}; known: {known}.")
@@ -41,7 +42,7 @@ def find_name(pre_tokenizer: Any) -> str:
 def check_name(name: str) -> str:
     """`name`, if it is one that a GGUF file may give. UnsupportedError lists those."""
     if name not in _STEPS:
-        raise UnsupportedError(f"tokenizer.ggml.pre is {name!r}; known: {', '.join(_STEPS)}.")
+        raise UnsupportedError(f"tokenizer.ggml.pre is {short(name)}; known: {', '.join(_STEPS)}.")
     return name
 
 
@@ -59,15 +60,21 @@ def make_pre_tokenizer(name: str) -> PreTokenizer:
     return pre_tokenizers.Sequence([makers[step]() for step in _STEPS[check_name(name)]])
 
 
-def _flatten(step: Any) -> list[dict[str, Any]]:
-    """The steps of nested sequences, in order."""
-    if step is None:
-        return []
-    if not isinstance(step, dict) or not isinstance(step.get("type"), str):
-        raise TokenizerError(f"the pre-tokenizer holds {step!r}; expected an object with a type.")
-    if step["type"] != "Sequence":
-        return [step]
-    return [inner for outer in step.get("pretokenizers", ()) for inner in _flatten(outer)]
+def flatten(part: Any, key: str, what: str) -> list[dict[str, Any]]:
+    """The steps of a part of a tokenizer.json, those of nested sequences (listed under `key`) in order."""
+    steps: list[dict[str, Any]] = []
+    waiting = [] if part is None else [part]
+    while waiting:
+        step = waiting.pop()
+        if not isinstance(step, dict) or not isinstance(step.get("type"), str):
+            raise TokenizerError(f"the {what} holds {short(step)}; expected an object with a type.")
+        if step["type"] != "Sequence":
+            steps.append(step)
+        elif isinstance(step.get(key), list):
+            waiting += reversed(step[key])
+        else:
+            raise TokenizerError(f"the {what} is a Sequence of {short(step.get(key))}; expected a list of steps.")
+    return steps
 
 
 def _describe(step: dict[str, Any]) -> str:

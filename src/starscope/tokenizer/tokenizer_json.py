@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 from starscope.checkpoint import read_json
 from starscope.errors import TokenizerError, UnsupportedError
 from starscope.tokenizer.source import split_merges
-from starscope.tokenizer.structure import find_name
+from starscope.tokenizer.structure import find_name, flatten
 from starscope.tokenizer.vocabulary import Matching
 
 TOP_KEYS = (
@@ -58,20 +59,22 @@ def read_tokenizer_json(path: Path) -> Files:
     data = read_json(path)
     unknown = sorted(data.keys() - set(TOP_KEYS))
     if unknown:
-        raise UnsupportedError(f"{path} has the key {unknown[0]!r}; known: {', '.join(TOP_KEYS)}.")
+        raise UnsupportedError(f"{path} has the key {short(unknown[0])}; known: {', '.join(TOP_KEYS)}.")
     model = data.get("model")
     if not isinstance(model, dict):
         raise TokenizerError(f"{path} has no model; expected the vocabulary and merges of a BPE model.")
     _check_model(model, path)
-    _check_normalizer(data.get("normalizer"), path)
     decoder = data.get("decoder")
     if decoder is not None and _type_of(decoder) != "ByteLevel":
         raise UnsupportedError(f"{path}: the decoder is {_type_of(decoder)}; supported: ByteLevel.")
     try:
+        normalizer = flatten(data.get("normalizer"), "normalizers", "normalizer")
         pre_tokenizer = find_name(data.get("pre_tokenizer"))
         bos = read_post_processor(data.get("post_processor"))
     except (TokenizerError, UnsupportedError) as error:
         raise type(error)(f"{path}: {error.message}") from None
+    if normalizer:
+        raise UnsupportedError(f"{path}: the normalizer is {_type_of(normalizer[0])}; supported: none.")
     unk = model.get("unk_token")
     return Files(
         where=str(path),
@@ -89,19 +92,11 @@ def _check_model(model: Mapping[str, Any], path: Path) -> None:
         raise UnsupportedError(f"{path}: the model is {_type_of(model)}; supported: BPE.")
     for key, value in model.items():
         if key not in MODEL_KEYS:
-            raise UnsupportedError(f"{path}: the model has the key {key!r}; known: {', '.join(MODEL_KEYS)}.")
+            raise UnsupportedError(f"{path}: the model has the key {short(key)}; known: {', '.join(MODEL_KEYS)}.")
         allowed = MODEL_KEYS[key]
         if allowed is not None and value not in allowed:
             expected = " or ".join(map(repr, allowed))
-            raise UnsupportedError(f"{path}: the model's {key} is {value!r}; supported: {expected}.")
-
-
-def _check_normalizer(normalizer: Any, path: Path) -> None:
-    if isinstance(normalizer, dict) and normalizer.get("type") == "Sequence":
-        for inner in normalizer.get("normalizers", ()):
-            _check_normalizer(inner, path)
-    elif normalizer is not None:
-        raise UnsupportedError(f"{path}: the normalizer is {_type_of(normalizer)}; supported: none.")
+            raise UnsupportedError(f"{path}: the model's {key} is {short(value)}; supported: {expected}.")
 
 
 def _type_of(part: Any) -> str:
@@ -114,7 +109,7 @@ def checked_vocab(vocab: Any, path: Path) -> dict[str, int]:
         raise TokenizerError(f"{path}: the vocabulary is {type(vocab).__name__}; expected pieces with their ids.")
     for piece, token_id in vocab.items():
         if type(token_id) is not int or token_id < 0:
-            raise TokenizerError(f"{path}: the id of {piece!r} is {token_id!r}; expected a number from 0.")
+            raise TokenizerError(f"{path}: the id of {short(piece)} is {short(token_id)}; expected a number from 0.")
     return vocab
 
 
@@ -126,7 +121,7 @@ def _read_merges(merges: Any, path: Path) -> list[tuple[str, str]]:
     for number, merge in enumerate(merges):
         line = " ".join(merge) if isinstance(merge, list) and all(isinstance(piece, str) for piece in merge) else merge
         if not isinstance(line, str):
-            raise TokenizerError(f"{path}: merge {number} is {merge!r}; expected two pieces.")
+            raise TokenizerError(f"{path}: merge {number} is {short(merge)}; expected two pieces.")
         lines.append(line)
     return split_merges(lines, str(path))
 
@@ -141,7 +136,7 @@ def read_added(entry: Any, token_id: Any, path: Path) -> Added:
     """An added token from its object; the flags have the library's defaults."""
     content = entry.get("content") if isinstance(entry, dict) else None
     if not isinstance(content, str):
-        raise TokenizerError(f"{path}: an added token is {entry!r}; expected an object with its content.")
+        raise TokenizerError(f"{path}: an added token is {short(entry)}; expected an object with its content.")
     special = bool(entry.get("special", False))
     flags = Matching(
         lstrip=bool(entry.get("lstrip", False)),
@@ -155,22 +150,14 @@ def read_added(entry: Any, token_id: Any, path: Path) -> Added:
 
 def read_post_processor(processor: Any) -> int | None:
     """The id of the one token put before every text, None without one; anything else added is refused in words."""
-    found = [token_id for step in _flatten(processor) for token_id in _added_before(step)]
+    found = [
+        token_id for step in flatten(processor, "processors", "post-processor") for token_id in _added_before(step)
+    ]
     if len(found) > 1:
         raise UnsupportedError(
             f"the post-processor puts {len(found)} tokens before a text; supported: at most one, bos."
         )
     return found[0] if found else None
-
-
-def _flatten(step: Any) -> list[dict[str, Any]]:
-    if step is None:
-        return []
-    if not isinstance(step, dict):
-        raise TokenizerError(f"the post-processor holds {step!r}; expected an object with a type.")
-    if step.get("type") != "Sequence":
-        return [step]
-    return [inner for outer in step.get("processors", ()) for inner in _flatten(outer)]
 
 
 def _added_before(step: dict[str, Any]) -> list[int]:
