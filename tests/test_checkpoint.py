@@ -304,6 +304,21 @@ def test_an_unreadable_file_is_named(name: str) -> None:
             open_checkpoint(folder)
 
 
+@pytest.mark.parametrize("mode", [0o000, 0o100, 0o400])
+def test_a_folder_that_may_not_be_entered_is_named(mode: int) -> None:
+    with reachable_folder() as folder:
+        make_checkpoint(folder)
+        folder.chmod(mode)
+        with ordinary_user(), pytest.raises(InputError, match=f"{folder} cannot be read: Permission denied"):
+            open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("a\0b", "null byte"), ("n" * 300, "File name too long")])
+def test_a_path_that_cannot_be_is_one_sentence(name: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"cannot be read: .*{reason}"):
+        open_checkpoint(tmp_path / name)
+
+
 # The model card
 
 

@@ -145,9 +145,9 @@ class Checkpoint:
     def readme_metadata(self) -> dict[str, str]:
         """The one-line values of README.md's front matter (license, base_model, …); empty without one."""
         path = self.folder / "README.md"
-        if not path.is_file():
+        if not os.path.isfile(path):
             return {}
-        return parse_front_matter(path.read_text(encoding="utf-8", errors="replace"))
+        return parse_front_matter(_read_bytes(path).decode("utf-8", "replace"))
 
     def close(self) -> None:
         for tensor in self.tensors.values():
@@ -170,7 +170,7 @@ def open_checkpoint(folder: str | os.PathLike[str], *, weights: bool = True) -> 
     """
     folder = Path(folder)
     _check_is_folder(folder)
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         gguf = sorted(path.name for path in folder.glob("*.gguf"))
         raise InputError(
             f"{folder} has no config.json.",
@@ -178,17 +178,18 @@ def open_checkpoint(folder: str | os.PathLike[str], *, weights: bool = True) -> 
         )
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
-    generation_config = read_json(generation) if generation.is_file() else None
+    generation_config = read_json(generation) if os.path.isfile(generation) else None
     return Checkpoint(folder, config, generation_config, _open_weights(folder) if weights else {})
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object whose keys are unique; CheckpointError says what is wrong with it."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
-    return _parse_object(data, str(path))
+    return _parse_object(_read_bytes(path), str(path))
+
+
+def _read_bytes(path: Path) -> bytes:
+    with open(_open_regular(path), "rb") as file:
+        return file.read()
 
 
 def parse_front_matter(text: str) -> dict[str, str]:
@@ -213,13 +214,14 @@ def _unquoted(value: str) -> str:
 
 def _check_is_folder(folder: Path) -> None:
     try:
-        mode = folder.stat().st_mode
+        if stat.S_ISDIR(os.stat(folder).st_mode):
+            os.listdir(f"{folder}/.")  # fails when it may not be read or entered
+            return
     except FileNotFoundError:
         raise InputError(f"{folder} does not exist.", hint=EXPECTED) from None
-    except OSError as error:
-        raise InputError(f"{folder} cannot be read: {error.strerror}.") from error
-    if stat.S_ISDIR(mode):
-        return
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{folder} cannot be read: {reason}.") from error
     with open(_open_regular(folder), "rb") as file:
         is_gguf = file.read(4) == b"GGUF"
     if is_gguf:
@@ -246,9 +248,9 @@ def _open_regular(path: Path) -> int:
 
 def _open_weights(folder: Path) -> dict[str, CheckpointTensor]:
     """Tensors of model.safetensors or, as in transformers only when there is none, of the shards of the index."""
-    if (folder / SINGLE).exists():
+    if os.path.exists(folder / SINGLE):
         return read_safetensors(folder / SINGLE)
-    if (folder / INDEX).exists():
+    if os.path.exists(folder / INDEX):
         return _open_shards(folder)
     shards = sorted(path.name for path in folder.glob("model-*-of-*.safetensors"))
     if shards:
@@ -268,7 +270,7 @@ def _open_shards(folder: Path) -> dict[str, CheckpointTensor]:
         if not isinstance(shard, str) or shard in ("", ".", "..") or "/" in shard or "\\" in shard or "\0" in shard:
             raise CheckpointError(f"{index}: {name} is in {shard!r}; expected the plain name of a file beside it.")
     shards = sorted(set(weight_map.values()))
-    missing = [shard for shard in shards if not (folder / shard).exists()]
+    missing = [shard for shard in shards if not os.path.exists(folder / shard)]
     if missing:
         raise InputError(
             f"{folder} has {len(shards) - len(missing)} of {len(shards)} shards; missing: {', '.join(missing)}.",
