@@ -22,7 +22,6 @@ from starscope.train.loop import (
     TrainOptions,
     bits_per_byte,
     choose_precision,
-    windows,
 )
 from starscope.train.optim import Schedule
 from support.training import DOCUMENTS, tiny_bpe, tiny_graph, tiny_ids
@@ -155,17 +154,6 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_step(tmp_path):
     again = make_trainer(tmp_path)
     again.resume()
     assert all(np.isfinite(array).all() for array in again.weights().values())
-
-
-@pytest.mark.parametrize(("length", "stride"), [(1, 8), (8, 8), (9, 8), (50, 8), (50, 3), (50, 1)])
-def test_windows_predict_every_token_once_with_enough_before_it(length, stride):
-    document = np.arange(1, length + 1)
-    cut = list(windows(document, 0, 8, stride))
-    predicted = np.concatenate([w.ids[len(w.ids) - w.scored :] for w in cut])
-    assert (predicted == document).all()
-    for w in cut:
-        assert len(w.ids) <= 9
-        assert len(w.ids) - w.scored >= min(8 - stride + 1, int(w.ids[-w.scored]))
 
 
 def test_bits_per_byte_are_those_of_the_tokens_one_by_one(tmp_path):

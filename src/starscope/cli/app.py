@@ -28,6 +28,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "demo": ("demo:demo", "Complete code with the small model in the package."),
         "run": ("run:run", "Continue a prompt, or fill a hole in it."),
         "tokenize": ("run:tokenize", "Show a text as a model's tokens."),
+        "perplexity": ("perplexity:perplexity", "Measure how well a model predicts the text of files."),
     },
     "Work on files": {
         "convert": ("convert:convert", "Turn a Hugging Face folder into a GGUF file."),

@@ -32,6 +32,7 @@ from starscope.engine.torch_engine import TorchEngine
 from starscope.engine.weights import ArraySource, Weights
 from starscope.errors import InvalidContentError, StarscopeError, UsageError
 from starscope.graph import Graph
+from starscope.perplexity import measure
 from starscope.train.checkpoints import State, load_checkpoint, save_checkpoint
 from starscope.train.data import Batches, Ids
 from starscope.train.optim import Schedule, clip_gradients, initial_weights, make_adamw, set_learning_rate
@@ -117,48 +118,10 @@ def loss_sum(engine: TorchEngine, batch: Tensor, pad: int | None) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-@dataclass(frozen=True)
-class Window:
-    """A stretch of one document: `ids` to run, of whose predictions the last `scored` count."""
-
-    ids: Ids  # [seq+1]
-    scored: int
-
-
-def windows(document: Ids, end_of_text: int, context_length: int, stride: int) -> Iterator[Window]:
-    """Cut a document, behind an end-of-text token, so that each of its tokens is predicted once.
-
-    Windows begin `stride` tokens apart, so each prediction has at least context_length - stride tokens before it, where
-    the document has so many.
-    """
-    ids = np.concatenate([[end_of_text], document]).astype(np.int64)
-    done = 1  # ids[:done] are predicted or given
-    while done < len(ids):
-        stop = min(len(ids), context_length + 1 if done == 1 else done + stride)
-        yield Window(ids[max(0, stop - context_length - 1) : stop], stop - done)
-        done = stop
-
-
-def bits_per_byte(
-    engine: TorchEngine, held_out: HeldOut, *, context_length: int, stride: int, batch_size: int = 8
-) -> float:
-    """Total negative log2-likelihood of the held-out documents divided by their bytes."""
-    end = held_out.end_of_text
-    cut = [window for document in held_out.documents for window in windows(document, end, context_length, stride)]
-    cut.sort(key=lambda w: len(w.ids))
-    nats = 0.0
-    while cut:
-        group = [cut.pop()]
-        while cut and len(group) < batch_size and len(cut[-1].ids) == len(group[0].ids):
-            group.append(cut.pop())
-        ids = torch.from_numpy(np.stack([w.ids for w in group]))
-        targets = ids[:, 1:].clone()
-        for row, window in enumerate(group):
-            targets[row, : targets.shape[1] - window.scored] = IGNORED
-        with torch.no_grad():
-            logits = engine.logits(ids[:, :-1]).float().flatten(0, 1)
-            nats += float(F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum"))
-    return nats / math.log(2) / held_out.bytes
+def bits_per_byte(engine: TorchEngine, held_out: HeldOut, *, context_length: int, stride: int) -> float:
+    """Bits per byte of the held-out documents, as `starscope perplexity` measures them."""
+    first, documents = held_out.end_of_text, held_out.documents
+    return measure(engine, documents, held_out.bytes, first=first, window=context_length, stride=stride).bits_per_byte
 
 
 @contextmanager

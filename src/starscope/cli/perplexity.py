@@ -1,0 +1,69 @@
+"""`perplexity`: how well a model predicts the text of files."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import click
+
+from starscope.cli.common import MODEL, Session, engine_options, everywhere, json_option, load_model, utf8
+from starscope.cli.progress import byte_progress
+from starscope.cli.units import plural
+from starscope.errors import InvalidContentError
+
+
+@click.command()
+@click.argument("model", type=MODEL)
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=str))
+@click.option("--stride", type=int, metavar="N", help="Tokens between the beginnings of windows (default: half).")
+@engine_options
+@json_option
+@everywhere
+@click.pass_context
+def perplexity(
+    ctx: click.Context,
+    model: str,
+    files: tuple[str, ...],
+    stride: int | None,
+    engine: str,
+    device: str,
+    ctx_length: int | None,
+    threads: int | None,
+) -> None:
+    """Measure how well a model predicts the text of files.
+
+    Each file is one document, UTF-8, exactly as it is. It is run in windows of the whole context (or --ctx) that begin
+    --stride tokens apart, so that every token is predicted once, from at least a window less a stride before it.
+
+    bits_per_byte is the total negative log2-likelihood divided by the bytes of all files; perplexity is for one token.
+    """
+    session: Session = ctx.obj
+    texts = [utf8(Path(file).read_bytes(), file) for file in files]
+    if not any(texts):
+        raise InvalidContentError(f"there is no text in {', '.join(files)}; expected at least one byte.")
+    loaded = load_model(session, model, engine, device, ctx_length, threads)
+
+    from starscope.perplexity import measure_texts
+
+    loaded.engine.prepare()
+    began = time.perf_counter()
+    with byte_progress(session, "measuring") as progress:
+        found = measure_texts(loaded.engine, loaded.tokenizer, texts, stride=stride, progress=progress)
+    seconds = time.perf_counter() - began
+    document = {
+        "perplexity": found.perplexity if math.isfinite(found.perplexity) else None,  # JSON has no infinity
+        "bits_per_byte": found.bits_per_byte,
+        "tokens": found.tokens,
+        "bytes": found.bytes,
+    }
+    if session.json:
+        session.document(document)
+    else:
+        for name, value in document.items():
+            session.write(f"{name:<13}  {value:.4f}\n" if isinstance(value, float) else f"{name:<13}  {value}\n")
+    session.note(
+        f"{plural(len(files), 'file')}, windows of {found.window} tokens, {found.stride} apart, "
+        f"{found.tokens / seconds:.0f} tok/s"
+    )
