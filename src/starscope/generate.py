@@ -16,10 +16,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
 from starscope.errors import ContextOverflowError, UsageError
-from starscope.sampling import Logits, SamplingOptions, every_token, keep_top_k, log_probabilities, make_sampler
+from starscope.sampling import Choice, Logits, SamplingOptions, every_token, make_sampler, top_log_probabilities
 
 if TYPE_CHECKING:
     from starscope.cache import Cache
@@ -34,11 +32,17 @@ MAX_LOGPROBS = 100
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The log-probability of a generated token and of the most likely ones at its place, before any filter."""
+    """The log-probability of a generated token and of the most likely ones at its place, before and after the chain.
+
+    Before: the model's own. After: what the token was drawn from, with bias, penalties, temperature and filters done;
+    at temperature 0 that is the token alone, at 0.0.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # (id, log-probability), the most likely first
+    filtered_logprob: float
+    filtered_top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,7 @@ def _pieces(
     logprobs: int,
     load_s: float,
 ) -> Iterator[Piece]:
-    sample, detokenizer, scanner = make_sampler(options), tokenizer.stream(), StopScanner(stop)
+    sampler, detokenizer, scanner = make_sampler(options, ids), tokenizer.stream(), StopScanner(stop)
     tokens: list[int] = []
     text: list[str] = []
     scores: list[TokenLogprobs] = []
@@ -206,13 +210,14 @@ def _pieces(
     for start in range(kept, len(ids), PREFILL_CHUNK):
         logits = _logits(engine, cache, ids[start : start + PREFILL_CHUNK])
     while len(tokens) < max_new_tokens:
-        token = sample(logits)
+        choice = sampler.choose(logits)
+        token = choice.token_id
         if token in stop_ids:
             finish = "stop"
             break
         tokens.append(token)
         if logprobs:
-            scores.append(_token_logprobs(logits, token, logprobs))
+            scores.append(_token_logprobs(logits, choice, logprobs))
         text.append(scanner.push(detokenizer.push(token)))
         steps.append(time.perf_counter() - began)
         yield Piece(text[-1], token, scores[-1] if logprobs else None)
@@ -237,11 +242,10 @@ def _logits(engine: Engine, cache: Cache, ids: list[int]) -> Logits:
     return logits
 
 
-def _token_logprobs(logits: Logits, token: int, count: int) -> TokenLogprobs:
-    scores = log_probabilities(logits)
-    best = keep_top_k(every_token(scores), count).ids
-    best = best[np.lexsort((best, -scores[best]))]
-    return TokenLogprobs(token, float(scores[token]), tuple((int(i), float(scores[i])) for i in best))
+def _token_logprobs(logits: Logits, choice: Choice, count: int) -> TokenLogprobs:
+    token = choice.token_id
+    before = top_log_probabilities(every_token(logits), token, count)
+    return TokenLogprobs(token, *before, *top_log_probabilities(choice.candidates, token, count))
 
 
 def _rate(tokens: int, seconds: float) -> float:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from starscope.generate import Completion, Piece, generate, last_piece
 from starscope.gguf.reader import GGUFFile, read_gguf
 from starscope.graph import record
 from starscope.mapping import map_checkpoint
-from starscope.sampling import SamplingOptions
+from starscope.sampling import SAMPLERS, SamplingArguments, SamplingOptions, check_tokens
 from starscope.tokenizer import Token, Tokenizer
 
 
@@ -119,14 +119,10 @@ class Model:
         suffix: str | None = ...,
         *,
         max_new_tokens: int = ...,
-        temperature: float = ...,
-        top_k: int = ...,
-        top_p: float = ...,
-        min_p: float = ...,
         stop: str | Sequence[str] = ...,
-        seed: int | None = ...,
         logprobs: int = ...,
         stream: Literal[False] = ...,
+        **sampling: Unpack[SamplingArguments],
     ) -> Completion: ...
 
     @overload
@@ -136,14 +132,10 @@ class Model:
         suffix: str | None = ...,
         *,
         max_new_tokens: int = ...,
-        temperature: float = ...,
-        top_k: int = ...,
-        top_p: float = ...,
-        min_p: float = ...,
         stop: str | Sequence[str] = ...,
-        seed: int | None = ...,
         logprobs: int = ...,
         stream: Literal[True],
+        **sampling: Unpack[SamplingArguments],
     ) -> Iterator[Piece]: ...
 
     def generate(
@@ -156,19 +148,47 @@ class Model:
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
+        mirostat: int = 0,
         stop: str | Sequence[str] = (),
         seed: int | None = None,
         logprobs: int = 0,
         stream: bool = False,
+        typical_p: float = 1.0,
+        mirostat_tau: float = 5.0,
+        mirostat_eta: float = 0.1,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        penalty_window: int = 64,
+        logit_bias: Mapping[int, float] | None = None,
+        samplers: str | Sequence[str] = SAMPLERS,
     ) -> Completion | Iterator[Piece]:
         """Continue a prompt (text, or token ids), or fill the hole between it and `suffix`.
 
-        `max_new_tokens` and `logprobs` count tokens. With `stream=True` an iterator of pieces whose texts, joined,
-        are the completion's; the last piece carries the completion. Text never turns into special tokens. Raises
+        `max_new_tokens` and `logprobs` count tokens; `SamplingOptions` says what the other options do. With
+        `stream=True` an iterator of pieces whose texts, joined, are the completion's; the last piece carries the
+        completion. Text never turns into special tokens. Raises UsageError for an option out of range,
         ContextOverflowError for a prompt over the context and UnsupportedError for `suffix` on a model without
         fill-in-the-middle tokens. Consecutive calls reuse the cache as far as their prompts begin alike.
         """
-        options = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        options = SamplingOptions(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            typical_p=typical_p,
+            mirostat=mirostat,
+            mirostat_tau=mirostat_tau,
+            mirostat_eta=mirostat_eta,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            penalty_window=penalty_window,
+            logit_bias=logit_bias,
+            samplers=samplers,
+        )
+        check_tokens(logit_bias or {}, self.vocab_size)
         stop_ids = self.tokenizer.stop_ids
         if suffix is not None:
             if not isinstance(prompt, str):
