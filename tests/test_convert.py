@@ -67,7 +67,7 @@ def test_every_tensor_is_transformers_tensor_under_the_mapping(setting: Setting,
 
 
 @pytest.mark.parametrize("setting", PAIRWISE[:6], ids=str)
-@pytest.mark.parametrize("to", ["f16", "bf16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("to", ["f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
 def test_every_format_is_gguf_pys_encoding_of_transformers_values(to: str, setting: Setting, tmp_path: Path) -> None:
     expected = gguf_tensors(make_checkpoint(tmp_path, **setting.options()))
     kind = QUANTS[to.upper()]
@@ -416,7 +416,7 @@ def test_causal_masks_kept_as_buffers_are_passed_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["q4_k", "f64", ""])
 def test_a_type_that_cannot_be_written_is_refused_with_those_that_can(to: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
-    with pytest.raises(UnsupportedError, match="there are: F32, F16, Q4_0, Q8_0, BF16"):
+    with pytest.raises(UnsupportedError, match="there are: F32, F16, Q4_0, Q4_1, Q8_0, Q5_0, Q5_1, BF16"):
         convert(tmp_path, to=to)
 
 

@@ -31,6 +31,8 @@ def hard_blocks(seed: int, scale: float, special: float) -> np.ndarray:
     values = np.where(rng.random(shape) < 0.5, rng.integers(-254, 255, shape) / 2, rng.uniform(-300, 300, shape))
     values[0], values[1, ::2] = 0, -0.0
     values[2, :32] = rng.choice([-1.5, 1.5], 32)  # the largest magnitude with both signs
+    for row, top in ((3, 15), (4, 31)):  # halves between the smallest and the largest of as many steps
+        values[row] = np.concatenate([[0, top], rng.integers(0, 2 * top + 1, 62) / 2]) - 7
     values = np.where(rng.random(shape) < special, rng.choice(SPECIAL, shape) / scale, values)
     with np.errstate(over="ignore"):
         return (values * scale).astype(np.float32)
@@ -124,6 +126,19 @@ def test_q4_0_maps_the_largest_magnitude_to_minus_eight() -> None:
     assert raw[:, :2].view(np.float16)[0, 0] == 0.5
     assert raw[0, 2:4].tolist() == [0 | 9 << 4, 15 | 8 << 4]
     assert raw[0, 17] >> 4 == 8
+
+
+@pytest.mark.parametrize(("name", "top", "minimum"), [("Q4_1", 15, True), ("Q5_0", 31, False), ("Q5_1", 31, True)])
+def test_steps_round_up_at_halves_and_span_the_range(name: str, top: int, minimum: bool) -> None:
+    lowest = -3.0 if minimum else -16.0
+    values = np.zeros((1, 32), np.float32)
+    values[0] = lowest + np.arange(32) * top / 31  # the first is the largest magnitude
+    values[0, 1:4] = lowest + np.array([0.5, 0.49, 1.5])
+    raw = encode(FORMATS[name], values)
+    assert raw[0, : 4 if minimum else 2].view(np.float16).tolist() == ([1, lowest] if minimum else [1])
+    steps = decode(FORMATS[name], raw)[0] - lowest
+    assert steps[[0, 1, 2, 3, 31]].tolist() == [0, 1, 0, 2, top]
+    assert np.abs(steps - (values[0] - lowest)).max() <= 0.5
 
 
 @pytest.mark.parametrize("fmt", ENCODED, ids=lambda f: f.name)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, LlamaFileType
 from gguf.quants import dequantize as reference_dequantize
 from gguf.quants import quantize as reference_quantize
 
@@ -86,7 +86,7 @@ def test_every_format_becomes_every_other_as_gguf_py_would_have_it(
             raw = before.raw(name) if info.type_name == kind.name else reference_quantize(values, kind)
             np.testing.assert_array_equal(after.raw(name).ravel(), raw.view(np.uint8).ravel(), err_msg=name)
             assert after.tensors[name].type_id == kind
-    is_again = source in ("q8_0", "q4_0") and source != to
+    is_again = source not in ("f32", "f16", "bf16") and source != to
     assert [note.split(";")[0] for note in report.notes] == (
         [f"the source is quantized already ({source.upper()})"] if is_again else []
     )
@@ -130,7 +130,7 @@ def test_a_file_in_parts_becomes_one(folder: Path, tmp_path: Path) -> None:
             quantize(first, part_path, to="q8_0", force=True)
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q2_K", "Q4_K", "Q6_K", "IQ4_NL"])
+@pytest.mark.parametrize("kind", ["Q2_K", "Q4_K", "Q6_K", "IQ4_NL"])
 def test_a_format_that_is_only_decoded_becomes_its_values(kind: str, folder: Path, tmp_path: Path) -> None:
     form = find_format(kind)
     shape = read_gguf(folder / "f16.gguf").tensors["blk.0.ffn_up.weight"].shape
@@ -257,8 +257,35 @@ def test_a_file_without_architecture_is_refused(folder: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("to", ["q4_k", "iq4_nl", "x"])
 def test_a_type_that_cannot_be_written_is_refused_with_those_that_can(to: str, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="there are: F32, F16, Q4_0, Q8_0, BF16"):
+    with pytest.raises(UnsupportedError, match="there are: F32, F16, Q4_0, Q4_1, Q8_0, Q5_0, Q5_1, BF16"):
         quantize(folder / "f16.gguf", tmp_path / "out.gguf", to=to)
+
+
+@pytest.mark.parametrize(("to", "value"), [
+    ("q4_0", 6e5), ("q5_0", -1.1e6), ("q4_1", 1e6), ("q5_1", -7e4),
+    ("q4_1", np.nan), ("q5_1", np.inf), ("q5_0", np.nan),
+])  # fmt: skip
+def test_a_block_whose_scale_or_minimum_is_beyond_float16_is_refused(
+    to: str, value: float, folder: Path, tmp_path: Path
+) -> None:
+    with read_gguf(folder / "f32.gguf") as file:
+        values = file.array("blk.1.ffn_down.weight").copy()
+    values[200, 96:128] = value  # a whole block: the range is nothing, the minimum everything
+    changed = (find_format("F32"), values.tobytes())
+    source = write_changed(folder / "f32.gguf", tmp_path / "in.gguf", tensors={"blk.1.ffn_down.weight": changed})
+    with pytest.raises(UnsupportedError, match=r"blk\.1\.ffn_down\.weight holds (values up to|a value that is not)"):
+        quantize(source, tmp_path / "out.gguf", to=to)
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_the_number_of_a_file_type_is_llama_cpps(folder: Path) -> None:
+    for to in TYPES:
+        names = [
+            kind.name
+            for kind in LlamaFileType
+            if kind.value == read_gguf(folder / f"{to}.gguf").get("general.file_type")
+        ]
+        assert names == [f"{'ALL' if to == 'f32' else 'MOSTLY'}_{to.upper()}"]
 
 
 def test_a_value_beyond_float16_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 
 CHUNK_BYTES = 4 << 20
 """Read and encoded at a time: enough for two threads to share, little enough to stay in a core's cache."""
-FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
+FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32}
 """`general.file_type` of a file whose matrices are in a format; also the formats that can be asked for."""
 QUANTIZATION_VERSION = 2  # of ggml's block layouts, those of formats.py
 FALLBACK = "F16"  # for rows that are not whole quant blocks
@@ -164,8 +164,8 @@ def encode_checked(name: str, format_: Format, values: Floats) -> Bytes:
     raw = encode(format_, values)
     if format_.name in ("F32", "BF16"):
         return raw
-    is_blocks = format_.block_size > 1  # a quant block begins with its scale, a float16
-    halves = raw.reshape(-1, format_.block_bytes)[:, :2].copy() if is_blocks else raw
+    is_blocks = format_.block_size > 1
+    halves = raw.reshape(-1, format_.block_bytes)[:, : 2 * format_.leading_halves].copy() if is_blocks else raw
     infinity = 0x7C00  # and all above it are NaN; with the sign bit, the largest uint16
     if halves.view(np.int16).max(initial=0) < infinity and halves.view(np.uint16).max(initial=0) < infinity + 0x8000:
         return raw

@@ -91,6 +91,7 @@ class Format:
     block_bytes: int  # bytes
     decode: Callable[[Bytes], Floats]  # [n block_bytes] -> [n block_size]
     encode: Callable[[Floats], Bytes] | None  # [n block_size] -> [n block_bytes]; None: starscope does not write it
+    leading_halves: int = 1  # float16 numbers that an encoded quant block begins with: its scale, then its minimum
 
     def row_bytes(self, cols: int) -> int:
         """The bytes of a row of `cols` values; InvalidContentError when they are not whole quant blocks."""
@@ -209,7 +210,7 @@ def _six_bit_scales_and_minima(b: Bytes) -> tuple[Floats, Floats]:
     return _half(b, 0) * scales.astype(np.float32), _half(b, 2) * minima.astype(np.float32)
 
 
-def _nibbles(x: Floats, inverse_scale: Floats, offset: float, top: int) -> Bytes:
+def _steps(x: Floats, inverse_scale: Floats, offset: float, top: int) -> Bytes:
     """`trunc(x / scale + offset)`, at most `top`; 0 where that is not finite, as for a scale too small to divide by."""
     q = x * inverse_scale + np.float32(offset)
     return np.where(np.isfinite(q), np.minimum(q, np.float32(top)), np.float32(0)).astype(np.uint8)
@@ -217,6 +218,35 @@ def _nibbles(x: Floats, inverse_scale: Floats, offset: float, top: int) -> Bytes
 
 def _inverse(scale: Floats) -> Floats:
     return np.where(scale == 0, np.float32(0), np.float32(1) / scale)
+
+
+def _around_zero(x: Floats, top: int) -> tuple[Floats, Bytes]:
+    """The scale with which the value of largest magnitude, the first of them, is the lowest of `top + 1` steps, of
+    which the middle one is 0; and the steps.
+    """
+    half = (top + 1) // 2
+    scale = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1) / np.float32(-half)
+    return scale, _steps(x, _inverse(scale), half + 0.5, top)
+
+
+def _from_minimum(x: Floats, top: int) -> tuple[Floats, Floats, Bytes]:
+    """The scale with which the smallest value is step 0 and the largest step `top`; the smallest; and the steps."""
+    minimum = x.min(axis=1, keepdims=True)
+    scale = (x.max(axis=1, keepdims=True) - minimum) / np.float32(top)
+    return scale, minimum, _steps(x - minimum, _inverse(scale), 0.5, top)
+
+
+def _packed(halves: Sequence[Floats], q: Bytes) -> Bytes:
+    """A block of 32: its float16 numbers, then the low four bits of q, values 0-15 in the low nibbles."""
+    numbers = [half.astype(np.float16).view(np.uint8) for half in halves]
+    return np.concatenate([*numbers, (q[:, :16] & 15) | q[:, 16:] << 4], axis=1)
+
+
+def _packed_5(halves: Sequence[Floats], q: Bytes) -> Bytes:
+    """As `_packed`, with 4 bytes of fifth bits, the first value's lowest, before the low four."""
+    packed, at = _packed(halves, q), 2 * len(halves)
+    fifth = np.packbits(q >> 4, axis=1, bitorder="little")
+    return np.concatenate([packed[:, :at], fifth, packed[:, at:]], axis=1)
 
 
 # float formats
@@ -258,15 +288,17 @@ def _decode_q4_0(b: Bytes) -> Floats:
 
 
 def _encode_q4_0(x: Floats) -> Bytes:
-    """The scale is chosen so that the value of largest magnitude (the first of them) becomes -8."""
-    largest = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)
-    scale = largest / np.float32(-8)
-    q = _nibbles(x, _inverse(scale), 8.5, 15)
-    return np.concatenate([scale.astype(np.float16).view(np.uint8), q[:, :16] | q[:, 16:] << 4], axis=1)
+    scale, q = _around_zero(x, 15)
+    return _packed([scale], q)
 
 
 def _decode_q4_1(b: Bytes) -> Floats:
     return _half(b, 0) * _unpack(b[:, 4:], 4, 16).astype(np.float32) + _half(b, 2)
+
+
+def _encode_q4_1(x: Floats) -> Bytes:
+    scale, minimum, q = _from_minimum(x, 15)
+    return _packed([scale, minimum], q)
 
 
 def _decode_q5_0(b: Bytes) -> Floats:
@@ -274,9 +306,19 @@ def _decode_q5_0(b: Bytes) -> Floats:
     return _half(b, 0) * (q.astype(np.float32) - 16)
 
 
+def _encode_q5_0(x: Floats) -> Bytes:
+    scale, q = _around_zero(x, 31)
+    return _packed_5([scale], q)
+
+
 def _decode_q5_1(b: Bytes) -> Floats:
     q = _unpack(b[:, 8:], 4, 16) | _unpack(b[:, 4:8], 1, 1) << 4
     return _half(b, 0) * q.astype(np.float32) + _half(b, 2)
+
+
+def _encode_q5_1(x: Floats) -> Bytes:
+    scale, minimum, q = _from_minimum(x, 31)
+    return _packed_5([scale, minimum], q)
 
 
 def _decode_q8_0(b: Bytes) -> Floats:
@@ -333,9 +375,14 @@ def _decode_q6_k(b: Bytes) -> Floats:
     return _grouped(q.astype(np.int8) - 32, _half(b, 208) * b[:, 192:208].view(np.int8).astype(np.float32))
 
 
-def _format(name: str, decoder: Callable[[Bytes], Floats], encoder: Callable[[Floats], Bytes] | None = None) -> Format:
-    type_id = next(i for i, known in KNOWN_TYPES.items() if known.name == name)
-    return Format(name, type_id, KNOWN_TYPES[type_id].block_size, KNOWN_TYPES[type_id].block_bytes, decoder, encoder)
+def _format(
+    name: str,
+    decoder: Callable[[Bytes], Floats],
+    encoder: Callable[[Floats], Bytes] | None = None,
+    leading_halves: int = 1,
+) -> Format:
+    type_id, known = next((i, known) for i, known in KNOWN_TYPES.items() if known.name == name)
+    return Format(name, type_id, known.block_size, known.block_bytes, decoder, encoder, leading_halves)
 
 
 _TABLE = (
@@ -344,9 +391,9 @@ _TABLE = (
     _format("BF16", _decode_bf16, _encode_bf16),
     _format("Q8_0", _decode_q8_0, _encode_q8_0),
     _format("Q4_0", _decode_q4_0, _encode_q4_0),
-    _format("Q4_1", _decode_q4_1),
-    _format("Q5_0", _decode_q5_0),
-    _format("Q5_1", _decode_q5_1),
+    _format("Q4_1", _decode_q4_1, _encode_q4_1, leading_halves=2),
+    _format("Q5_0", _decode_q5_0, _encode_q5_0),
+    _format("Q5_1", _decode_q5_1, _encode_q5_1, leading_halves=2),
     _format("Q2_K", _decode_q2_k),
     _format("Q3_K", _decode_q3_k),
     _format("Q4_K", _decode_q4_k),
