@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 from pathlib import Path
 
 from hypothesis import settings
@@ -16,6 +17,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest-xdist has the cores busy
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# A job that a shell starts in the background begins with Ctrl-C ignored, and so would its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("starscope", deadline=None, database=None, derandomize="CI" in os.environ, print_blob=True)
 settings.load_profile("starscope")

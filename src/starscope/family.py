@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from starscope.errors import CheckpointError, GGUFError, UnsupportedError
+from starscope.errors import CheckpointError, GGUFError, StarscopeError, UnsupportedError
 from starscope.gguf import format as gguf_format
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Family:
     ignored: Mapping[str, str]
     ignored_tensors: Sequence[str]
     default_pre_tokenizer: str
-    size_classes: Mapping[int, str]
+    size_classes: Mapping[tuple[int, int], str]
     check: Callable[[HParams], None]
     notes: str
     fold: Callable[[HParams, GGUFFile], tuple[HParams, Mapping[str, np.ndarray]]] | None = None
@@ -153,8 +153,8 @@ class Family:
         return made
 
     def size_class(self, hp: HParams) -> str | None:
-        """The name by which the released model of this depth goes ("1B"), when there is one."""
-        return self.size_classes.get(hp.num_layers)
+        """The name by which the released model of this depth and width goes ("1B"), when there is one."""
+        return self.size_classes.get((hp.num_layers, hp.hidden_size))
 
 
 def _slots_of_row(row: Tensor, hp: HParams, layer: int | None) -> list[Slot]:
@@ -229,7 +229,11 @@ def all_families() -> dict[str, Family]:
     """Every family in `families/`, by name. Adding a file there is all it takes to be listed."""
     package = importlib.import_module("starscope.families")
     names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-    return {name: importlib.import_module(f"starscope.families.{name}").FAMILY for name in names}
+    modules = {name: importlib.import_module(f"starscope.families.{name}") for name in names}
+    for name, module in modules.items():
+        if not isinstance(getattr(module, "FAMILY", None), Family):
+            raise StarscopeError(f"families/{name}.py defines no FAMILY = Family(...); every file there must.")
+    return {name: module.FAMILY for name, module in modules.items()}
 
 
 def find_family_for_config(config: Config) -> Family:
@@ -256,7 +260,7 @@ def find_family_for_gguf(architecture: str) -> Family:
 
 
 def find_family(name: str) -> Family:
-    """The family called `name`, as in `--family`."""
+    """The family of that name."""
     families = all_families()
     if name not in families:
         raise UnsupportedError(f"no family is called {name!r}; there are: {', '.join(families)}.")

@@ -1,7 +1,7 @@
 """A forward pass recorded once: a flat list of operations over named values.
 
 `record(family, hp)` runs the family's file against a `Recorder` and gives a `Graph`. Nothing else describes the
-model's arithmetic: engines run the list, a trace stops in it, a plan adds up its sizes.
+model's arithmetic: engines run the list, `starscope graph` prints it, sizes and names are read off it.
 
     graph = record(family, hp)
     graph.edge("layers.3.layer_output")             # where that value is in the list
@@ -231,5 +231,8 @@ class Recorder:
 def record(family: Family, hp: HParams) -> Graph:
     """Record a family's forward pass for one model. ShapeError when the family's file contradicts itself."""
     recorder = Recorder(family, hp)
-    family.record(recorder)
-    return recorder.finish()
+    try:
+        family.record(recorder)
+        return recorder.finish()
+    except ShapeError as error:
+        raise ShapeError(f"families/{family.name}.py: {error}") from None

@@ -16,14 +16,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from starscope.errors import StarscopeError
+
 Axes = tuple[int | str, ...]
 ShapeRule = Callable[[Sequence[Axes], Sequence[tuple[int, ...]], Mapping[str, Any]], tuple[Axes, ...]]
 
 PER_SEQUENCE = frozenset({"query", "key"})
 
 
-class ShapeError(ValueError):
-    """A family recorded an op over values or weights that do not fit; a mistake in the family's file."""
+class ShapeError(StarscopeError):
+    """A family recorded what does not fit together: a mistake in the family's file."""
+
+    code = "family"
 
 
 @dataclass(frozen=True)

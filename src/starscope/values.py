@@ -1,7 +1,7 @@
 """The standard values: one name, one host, one layout and one meaning for each.
 
-They are the vocabulary of the whole package: a family names the edges of its graph with them, an engine
-serves them, a page lists them. Layouts are what a reader sees, batch first:
+They are the vocabulary of the whole package: a family names the edges of its graph with them, and whoever reads
+a value asks for it by them. Layouts are what a reader sees, batch first:
 
     VALUES["attention_queries"].axes   ->  ("batch", "num_heads", "seq", "qk_head_dim")
     qualified("layer_output", 3)       ->  "layers.3.layer_output"

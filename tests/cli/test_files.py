@@ -26,7 +26,7 @@ def vocabulary(tmp_path, folder, cli):
     copy = tmp_path / "named"
     shutil.copytree(folder, copy)
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "n_layer": 24}))
+    (copy / "config.json").write_text(json.dumps({**config, "n_layer": 24, "n_embd": 2048}))
     assert cli("convert", copy, "--vocab-only", "-q").exit_code == 0
     return copy / "ggml-vocab.gguf"
 
@@ -82,7 +82,7 @@ def test_show_lists_tensors_on_request(cli, model):
 def test_show_knows_the_size_class_of_a_vocabulary_alone(cli, vocabulary):
     document = json.loads(cli("show", vocabulary, "--json").stdout)
     assert (document["size_class"], document["vocabulary_only"], document["bytes_by_format"]) == ("1B", True, {})
-    hidden, inner, qkv = 32, 64, 32 + 2 * 8
+    hidden, inner, qkv = 2048, 64, 2048 + 2 * 512
     block = 4 * hidden + qkv * (hidden + 1) + hidden * (hidden + 1) + inner * (hidden + 1) + hidden * (inner + 1)
     assert document["parameters"] == (269 + 4096) * hidden + 24 * block + 2 * hidden  # the head is the embedding
     assert "none, a vocabulary alone" in cli("show", vocabulary).stdout

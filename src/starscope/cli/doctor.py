@@ -168,7 +168,7 @@ def as_text(document: dict[str, Any]) -> str:
     if found["cgroup_limit"] is not None:
         room += f", at most {bytes_text(found['cgroup_limit'])} in this container"
     if torch["version"] is None:
-        torch_text = "absent: no training, gradients or GPU (pip install 'starscope[torch]')"
+        torch_text = "absent: no training, gradients or GPU (install torch 2.6 or newer)"
     elif torch["problem"]:
         torch_text = f"{torch['version']}, which does not import: {torch['problem']}"
     else:

@@ -332,6 +332,12 @@ def _find_device(name: str) -> torch.device:
             + (["mps"] if torch.backends.mps.is_available() else [])
         )
         raise UnsupportedError(
-            f"device {name!r} cannot be used: {str(error).splitlines()[0]}.", hint=f"There are: {', '.join(found)}."
+            f"device {name!r} cannot be used: {_first_sentence(error)}.", hint=f"There are: {', '.join(found)}."
         ) from None
     return device
+
+
+def _first_sentence(error: Exception) -> str:
+    """What torch says, without the list of every device it has heard of."""
+    text = str(error).splitlines()[0]
+    return "torch knows no such device" if text.startswith("Expected one of") else text.partition(". ")[0].rstrip(".")
