@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -54,8 +57,18 @@ def demo(ctx: click.Context, engine: str, device: str, ctx_length: int | None, t
         f"loaded in {timings.load_s:.2f} s; nothing left this machine\n"
     )
     session.write("\nGo on with:\n")
-    width = max(len(command) for command, _ in NEXT)
-    session.write("".join(f"  {command:<{width}}  {what}\n" for command, what in NEXT))
+    here = [(command.replace("starscope", this_command(), 1), what) for command, what in NEXT]
+    width = max(len(command) for command, _ in here)
+    session.write("".join(f"  {command:<{width}}  {what}\n" for command, what in here))
+
+
+def this_command() -> str:
+    """How to call this program again: by its name where the shell finds it, by its path elsewhere."""
+    called = sys.argv[0]
+    found = shutil.which("starscope")
+    if os.path.basename(called) != "starscope" or (found and os.path.samefile(found, called)):
+        return "starscope"
+    return os.path.relpath(called)
 
 
 def describe(model: Model) -> str:
