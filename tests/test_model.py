@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,15 @@ import torch
 
 import starscope
 from starscope.convert import convert
-from starscope.errors import CheckpointError, ContextOverflowError, GGUFError, InputError, UnsupportedError, UsageError
+from starscope.errors import (
+    CheckpointError,
+    ContextOverflowError,
+    GGUFError,
+    InputError,
+    InvalidContentError,
+    UnsupportedError,
+    UsageError,
+)
 from starscope.formats import find_format
 from starscope.gguf.format import Value, string, u32
 from starscope.gguf.reader import read_gguf
@@ -166,6 +175,18 @@ def test_wrong_options_are_refused(model: starscope.Model, path: Path) -> None:
         model.generate("x", temperature=-1)
     with pytest.raises(UsageError, match="numpy, torch"):
         starscope.load(path, engine="quick")
+
+
+@pytest.mark.parametrize("prompt", [b"def", 3, [1.5], ["a"], None], ids=repr)
+def test_a_prompt_that_is_neither_text_nor_ids_is_refused(model: starscope.Model, prompt: Any) -> None:
+    with pytest.raises(InvalidContentError, match="expected text or token ids"):
+        model.generate(prompt)
+
+
+@pytest.mark.parametrize("ids", ["def", b"def", 3, None, [], [[]], [["a"]], [[[1]]]], ids=repr)
+def test_what_forward_cannot_run_is_refused(model: starscope.Model, ids: Any) -> None:
+    with pytest.raises(InvalidContentError):
+        model.forward(ids)
 
 
 def test_what_is_not_there_or_is_no_model_is_named(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ MODEL is a `.gguf` file, a Hugging Face folder, or "demo", the small model that 
 from __future__ import annotations
 
 import importlib.util
+import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
@@ -198,7 +199,7 @@ class Model:
             )
             stop_ids = stop_ids | self.tokenizer.infill_stop_ids
         else:
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
             if isinstance(prompt, str) and self.tokenizer.add_bos and self.tokenizer.bos_id is not None:
                 ids = [self.tokenizer.bos_id, *ids]
         began = time.perf_counter()
@@ -305,8 +306,22 @@ def _open_folder(path: Path) -> Opened:
     return mapped.family, mapped.hparams, weights, tokenizer, list(mapped.notes)
 
 
+def _token_ids(prompt: Any) -> list[int]:
+    """A prompt of token ids; InvalidContentError for anything else, bytes too."""
+    try:
+        if isinstance(prompt, (bytes, bytearray)):
+            raise TypeError
+        return [operator.index(i) for i in prompt]
+    except TypeError:
+        raise InvalidContentError(f"a prompt is {type(prompt).__name__}; expected text or token ids.") from None
+
+
 def _sequences(ids: Any) -> list[Array]:
     """What `forward` was given, as a list of id arrays `[n]` or of embeddings `[n hidden_size]`."""
+    if isinstance(ids, (str, bytes)) or not hasattr(ids, "__len__"):
+        raise InvalidContentError(
+            f"{type(ids).__name__} was given; expected token ids.", hint="model.tokenizer.encode gives those of a text."
+        )
     if hasattr(ids, "detach"):
         ids = ids.detach().cpu().numpy()
     if isinstance(ids, np.ndarray):
