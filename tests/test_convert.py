@@ -416,7 +416,7 @@ def test_causal_masks_kept_as_buffers_are_passed_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["q4_k", "f64", ""])
 def test_a_type_that_cannot_be_written_is_refused_with_those_that_can(to: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
-    with pytest.raises(UnsupportedError, match="there are: F32, F16, Q4_0, Q4_1, Q8_0, Q5_0, Q5_1, BF16"):
+    with pytest.raises(UsageError, match="there are: F32, F16, Q4_0, Q4_1, Q8_0, Q5_0, Q5_1, BF16"):
         convert(tmp_path, to=to)
 
 

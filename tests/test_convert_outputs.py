@@ -86,8 +86,9 @@ def test_an_output_that_cannot_be_made_is_one_sentence(out: str, source: Path, t
 
 
 def test_a_folder_is_no_output(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="is a folder and cannot be replaced"):
-        convert(source, tmp_path, force=True)
+    for force in (False, True):
+        with pytest.raises(OutputError, match="is a folder; expected the name of a file"):
+            convert(source, tmp_path, force=force)
 
 
 @pytest.mark.parametrize("folder", ["Modèle « 模型 » 🌟", "ü" * 120, "/".join(["d" * 200] * 15)])

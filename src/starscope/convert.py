@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from starscope.checkpoint import Checkpoint, WeightFile, open_checkpoint
-from starscope.errors import OutputExistsError, UnsupportedError, UsageError, VerificationError
+from starscope.errors import OutputError, OutputExistsError, UnsupportedError, UsageError, VerificationError
 from starscope.family import Family, HParams, find_family_for_config, metadata_from_hparams, read_config
 from starscope.formats import Bytes, Floats, Format, decode, encode, find_format
 from starscope.gguf.format import Value, string, u32
@@ -96,6 +96,8 @@ def convert(
             family, hp = mapped.family, mapped.hparams
             notes += mapped.notes
         tensors, keys = _expanded(mapped, family, hp) if expand_mqa else (_tensors(mapped), {})
+        if expand_mqa and hp.num_kv_heads > 1:
+            notes.append(f"every query head has a key head of its own already ({hp.num_kv_heads}); none is repeated.")
         formats, fallen = choose_formats([(t.slot.gguf, t.slot.always_f32, t.shape) for t in tensors], target)
         notes += fallen
         pieces = [Piece(tensor, formats[tensor.slot.gguf]) for tensor in tensors]
@@ -116,14 +118,16 @@ def convert(
 
 
 def target_format(to: str) -> Format:
-    """The format to convert to, by name; UnsupportedError lists those that a whole file can be in."""
+    """The format to convert to, by name; UsageError lists those that a whole file can be in."""
     if to.upper() not in FILE_TYPES:
-        raise UnsupportedError(f"{to} is not a type to convert to; there are: {', '.join(FILE_TYPES)}.")
+        raise UsageError(f"{to} is not a type to convert to; there are: {', '.join(FILE_TYPES)}.")
     return find_format(to)
 
 
 def check_output(path: Path, force: bool, inputs: Iterable[Path]) -> None:
     """Refuse, before any work, an output that exists unless `force`, and always one that is an input."""
+    if os.path.isdir(path):
+        raise OutputError(f"{path} is a folder; expected the name of a file to write.")
     if not os.path.lexists(path):
         return
     if not force:

@@ -23,7 +23,13 @@ DEFAULT_TYPE = "f16"
 @click.argument("source", metavar="SRC", type=click.Path(path_type=str))
 @click.argument("type_", metavar="[TYPE]", required=False)
 @click.option("-o", "--out", "--outfile", type=click.Path(path_type=str), metavar="OUT", help="Where to write.")
-@click.option("--to", metavar="TYPE", help="f32, f16 (default), bf16, q8_0, q5_1, q5_0, q4_1, q4_0; in any case.")
+@click.option(
+    "--to",
+    "--outtype",
+    "to",
+    metavar="TYPE",
+    help="f32, f16 (default), bf16, q8_0, q5_1, q5_0, q4_1, q4_0; in any case.",
+)
 @click.option("--vocab-only", is_flag=True, help="Write the sizes and the vocabulary, without weights.")
 @click.option("--expand-mqa", is_flag=True, help="Repeat the one key and value head for every query head.")
 @click.option("--verify", is_flag=True, help="Read the file back and compare every value with the source.")
