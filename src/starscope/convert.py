@@ -165,10 +165,11 @@ def file_type_metadata(target: Format) -> dict[str, Value]:
 
 def encode_checked(name: str, format_: Format, values: Floats) -> Bytes:
     """Encode; UnsupportedError when a value is too large for float16, which would make it infinite in silence."""
-    raw = encode(format_, values)
+    is_blocks = format_.block_size > 1
+    # Rounding to a smaller float takes no longer than waking a second thread for it, and another core is busy writing.
+    raw = encode(format_, values, threads=None if is_blocks else 1)
     if format_.name in ("F32", "BF16"):
         return raw
-    is_blocks = format_.block_size > 1
     halves = raw.reshape(-1, format_.block_bytes)[:, : 2 * format_.leading_halves].copy() if is_blocks else raw
     infinity = 0x7C00  # and all above it are NaN; with the sign bit, the largest uint16
     if halves.view(np.int16).max(initial=0) < infinity and halves.view(np.uint16).max(initial=0) < infinity + 0x8000:
