@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -19,11 +20,13 @@ from starscope.cli.common import (
     text_argument,
     text_or_stdin,
 )
+from starscope.cli.sampling import sampling_options
 from starscope.cli.units import plural
 
 if TYPE_CHECKING:
     from starscope.generate import Completion
     from starscope.model import Model
+    from starscope.sampling import SamplingArguments
 
 
 @click.command()
@@ -31,14 +34,9 @@ if TYPE_CHECKING:
 @click.argument("prompt", required=False)
 @click.option("-n", "--max-new-tokens", type=int, default=128, show_default=True, metavar="N", help="Tokens at most.")
 @click.option("--suffix", metavar="TEXT", help="Fill the hole between PROMPT and this text; prints the middle alone.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, metavar="T", help="0: the likeliest token.")
-@click.option("--top-k", type=int, default=0, metavar="K", help="Draw from the K likeliest tokens (0: all).")
-@click.option("--top-p", type=float, default=1.0, metavar="P", help="From the likeliest that sum to P (1: all).")
-@click.option(
-    "--min-p", type=float, default=0.0, metavar="P", help="From those P times as likely as the best (0: all)."
-)
-@click.option("--seed", type=int, metavar="N", help="The same seed draws the same text (default: a fresh one).")
+@sampling_options
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text, taken literally; may be repeated.")
+@click.option("--logprobs", type=int, default=0, metavar="N", help="With --json: the N likeliest tokens of each place.")
 @engine_options
 @json_option
 @everywhere
@@ -49,12 +47,9 @@ def run(
     prompt: str | None,
     max_new_tokens: int,
     suffix: str | None,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    seed: int | None,
+    sampling: SamplingArguments,
     stop: tuple[str, ...],
+    logprobs: int,
     engine: str,
     device: str,
     ctx_length: int | None,
@@ -66,31 +61,34 @@ def run(
     generated; what runs and how fast goes to stderr.
 
     A stop text is literal: write a line feed as the shell does, --stop $'\n\n'.
+
+    Logit biases come first, then penalties, temperature, top_k, typical_p, top_p and min_p, or the order of
+    --samplers, then the draw.
     """
     from starscope.generate import check_limits
-    from starscope.sampling import SamplingOptions
+    from starscope.sampling import SamplingOptions, describe
 
     session: Session = ctx.obj
     stops = [text_argument(text, "a stop text") for text in stop]
     # Refused before a model is loaded for nothing.
-    SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    check_limits(max_new_tokens=max_new_tokens, stop=stops)
+    options = SamplingOptions(**sampling)
+    check_limits(max_new_tokens, stops, logprobs)
+    if logprobs and not session.json:
+        raise click.UsageError("--logprobs is for --json; expected both.", ctx)
     before = text_or_stdin(ctx, prompt, "prompt")
     after = None if suffix is None else text_argument(suffix, "the suffix")
 
     loaded = load_model(session, model, engine, device, ctx_length, threads)
+    session.detail(f"sampling: {describe(options)}")
     completion = None
     for piece in loaded.generate(
         before,
         after,
         max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
         stop=stops,
-        seed=seed,
+        logprobs=logprobs,
         stream=True,
+        **sampling,
     ):
         if piece.text and not session.json:
             session.write(piece.text)
@@ -106,9 +104,9 @@ def run(
 
 
 def as_document(completion: Completion) -> dict[str, object]:
-    """The JSON document of a completion."""
+    """The JSON document of a completion; `logprobs` is there when it was asked for."""
     timings = completion.timings
-    return {
+    document: dict[str, object] = {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
@@ -119,6 +117,9 @@ def as_document(completion: Completion) -> dict[str, object]:
             "decode_tok_s": timings.decode_tok_s,
         },
     }
+    if completion.logprobs is not None:
+        document["logprobs"] = [asdict(entry) for entry in completion.logprobs]
+    return document
 
 
 def summary(completion: Completion) -> str:

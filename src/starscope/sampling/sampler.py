@@ -153,7 +153,8 @@ class Sampler:
         if self.options.mirostat:
             # The surprise is the one before the cut, as in the paper: cutting alone would lower it to any target.
             surprise = float(surprises(candidates)[np.searchsorted(candidates.ids, token)])
-            self.mu -= self.options.mirostat_eta * (surprise - self.options.mirostat_tau)
+            mu = self.mu - self.options.mirostat_eta * (surprise - self.options.mirostat_tau)
+            self.mu = max(mu, 0.0)  # at 0 the best token alone is left: a debt below would change nothing but last
         return Choice(token, kept)
 
 
