@@ -81,6 +81,17 @@ def test_typical_may_leave_out_the_most_likely_token() -> None:
     assert 0 not in keep_typical(candidates(np.log(probabilities).tolist()), 0.6).ids.tolist()
 
 
+@pytest.mark.parametrize("spread", [0.1, 1.0, 3.0, 8.0])  # from nearly equals to a few that have nearly all
+@pytest.mark.parametrize("p", [0.2, 0.9, 0.999])
+def test_typical_finds_the_same_in_a_large_vocabulary_as_a_whole_sort(spread: float, p: float) -> None:
+    logits = np.random.default_rng(6).normal(0, spread, 20_000).round(2)  # rounded: many equals
+    these = Candidates(np.arange(20_000), logits)
+    bits = surprises(these)
+    order = np.argsort(np.abs(bits - (2**-bits * bits).sum()).round(9), kind="stable")
+    count = int(np.searchsorted(np.cumsum(2 ** -bits[order]), p)) + 1
+    assert keep_typical(these, p).ids.tolist() == sorted(order[:count].tolist())
+
+
 @given(LOGITS, BIASES)
 def test_a_bias_is_added_and_a_ban_is_final(logits: list[float], bias: dict[int, float]) -> None:
     bias = {token: addend for token, addend in bias.items() if token < len(logits)}

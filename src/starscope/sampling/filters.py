@@ -22,6 +22,7 @@ Logits = npt.NDArray[np.float32]  # [vocab_size]
 Floats = npt.NDArray[np.float64]  # [candidates]
 
 LARGEST = 1e300  # a best logit beyond it is moved here: float64 ends at 1.8e308
+SORTED_FIRST = (512, 4096)  # so many of the nearest are tried: sorting the whole vocabulary takes many times longer
 ZIPF_TOKENS = 100  # mirostat 1 reads the distribution's slope off so many of the best
 
 
@@ -112,11 +113,16 @@ def keep_typical(candidates: Candidates, typical_p: float) -> Candidates:
     surprise, weights = surprises(candidates), _weights(candidates)
     probabilities = weights / weights.sum()
     entropy = (probabilities * np.where(weights > 0, surprise, 0.0)).sum()
-    order = np.argsort(np.abs(surprise - entropy), kind="stable")
-    count = int(np.searchsorted(np.cumsum(probabilities[order]), typical_p)) + 1
-    keep = np.zeros(len(order), np.bool_)
-    keep[order[:count]] = True
-    return _keep(candidates, keep)
+    nearest = Candidates(np.arange(len(weights)), -np.abs(surprise - entropy))  # places, the nearest to 0 first
+    for count in SORTED_FIRST:
+        few = keep_top_k(nearest, count)
+        if probabilities[few.ids].sum() >= typical_p:
+            nearest = few
+            break
+    order = np.argsort(-nearest.logits, kind="stable")
+    count = int(np.searchsorted(np.cumsum(probabilities[nearest.ids][order]), typical_p)) + 1
+    places = keep_top_k(nearest, count).ids
+    return Candidates(candidates.ids[places], candidates.logits[places])
 
 
 def keep_surprise(candidates: Candidates, mu: float) -> Candidates:
