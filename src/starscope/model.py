@@ -5,7 +5,8 @@ r"""`load()` and what it gives: a model with its tokenizer, its recorded graph a
     print(model.generate("def add(a, b):\n    return ", suffix="\n\nprint(add(1, 2))").text)
     logits = model.forward(model.tokenizer.encode("x = 1"))      # [1 seq vocab_size]
 
-MODEL is a `.gguf` file, a Hugging Face folder, or "demo", the small model that comes with the package.
+MODEL is a `.gguf` file, a Hugging Face folder, "demo", the small model that comes with the package, or a hub name,
+`owner/name[@revision][:TYPE]`. A path that exists is always the path.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from starscope.family import Family, HParams, find_family_for_gguf, hparams_from
 from starscope.generate import Completion, Piece, generate, last_piece
 from starscope.gguf.reader import GGUFFile, read_gguf
 from starscope.graph import record
+from starscope.hub import fetch_model, find_name
 from starscope.mapping import map_checkpoint
 from starscope.sampling import SAMPLERS, SamplingArguments, SamplingOptions, check_tokens
 from starscope.tokenizer import Token, Tokenizer
@@ -257,14 +259,18 @@ def load(
 
 
 def find_model(model: str | Path) -> Path:
-    """The file or folder that MODEL names; InputError when there is none."""
+    """The file or folder that MODEL names, in the shared cache for a hub name; InputError when there is none."""
     path = Path(model)
     if str(model) == "demo" and not path.exists():
         path = Path(str(resources.files("starscope") / "demo" / "demo.gguf"))
         if not path.is_file():
             raise InputError(f"the demo model is not in this installation ({path}).", hint="Install the package again.")
+    if (name := find_name(model)) is not None:
+        return fetch_model(name)
     if not path.exists():
-        raise InputError(f"{path} does not exist.", hint="Give a .gguf file, a Hugging Face folder, or demo.")
+        raise InputError(
+            f"{path} does not exist.", hint="Give a .gguf file, a Hugging Face folder, owner/name of the hub, or demo."
+        )
     return path
 
 

@@ -202,7 +202,8 @@ def exit_on_sigterm() -> None:
 def app(ctx: click.Context) -> None:
     """Convert, run and look inside code models of the StarCoder family.
 
-    MODEL is a .gguf file, a Hugging Face folder, or "demo", the small model in the package.
+    MODEL is a .gguf file, a Hugging Face folder, "demo", the small model in the package, or a model of the Hugging
+    Face hub: owner/name[@revision][:TYPE].
     """
     if ctx.invoked_subcommand is None:
         session: Session = ctx.obj

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 ENGINE_NAMES = ("auto", "torch", "numpy")
-MODEL = click.Path(path_type=str)  # a path, for shell completion; "demo" too
+MODEL = click.Path(path_type=str)  # a path, for shell completion; "demo" and hub names too
 
 
 @dataclass
@@ -171,10 +171,12 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def headline(model: Model) -> str:
     """Model, engine, device and threads in one line."""
+    from starscope.hub import title
+
     size = model.family.size_class(model.hparams)
     what = " ".join([model.family.gguf_architecture, *([size] if size else []), *formats_of(model)])
     cores = plural(model.engine.threads, "thread")
-    return f"{model.path.name} ({what}) · {model.engine.name} engine · {model.engine.device} · {cores}"
+    return f"{title(model.path)} ({what}) · {model.engine.name} engine · {model.engine.device} · {cores}"
 
 
 def formats_of(model: Model) -> list[str]:

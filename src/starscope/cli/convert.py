@@ -52,17 +52,27 @@ def convert(
 ) -> None:
     """Turn a Hugging Face folder into a GGUF file.
 
-    SRC is the folder. Without -o the file is written into it as ggml-model-TYPE.gguf. TYPE may stand behind SRC
-    instead of --to, and be 0 (f32) or 1 (f16).
+    SRC is the folder, or the name of one on the hub, owner/name[@revision]. Without -o the file is written into the
+    folder as ggml-model-TYPE.gguf; for a hub name, where you are, as name-TYPE.gguf. TYPE may stand behind SRC instead
+    of --to, and be 0 (f32) or 1 (f16).
     """
+    from starscope.convert import check_output, target_format
     from starscope.convert import convert as run
+    from starscope.hub import fetch_folder, find_name
 
     session: Session = ctx.obj
+    chosen = chosen_type(type_, to)
+    folder = Path(source)
+    if (name := find_name(source)) is not None:
+        out = out or f"{name.repo.rpartition('/')[2]}-{'vocab' if vocab_only else chosen.lower()}.gguf"
+        target_format(chosen)
+        check_output(Path(out), force, inputs=())  # before anything is downloaded
+        folder = fetch_folder(name, weights=not vocab_only)
     with byte_progress(session, "converting") as progress:
         report = run(
-            source,
+            folder,
             out,
-            to=chosen_type(type_, to),
+            to=chosen,
             vocab_only=vocab_only,
             expand_mqa=expand_mqa,
             verify=verify,
