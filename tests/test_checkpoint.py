@@ -231,12 +231,21 @@ def test_a_folder_without_weights_says_what_was_expected(folder: Path) -> None:
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "tf_model.h5", "x.pt"])
+@pytest.mark.parametrize("name", ["tf_model.h5", "flax_model.msgpack", "training_args.bin", "x.pt"])
 def test_other_kinds_of_weights_are_named_with_the_way_out(name: str, folder: Path) -> None:
     for path in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
         path.unlink()
     (folder / name).touch()
-    with pytest.raises(UnsupportedError, match=r"reads safetensors.*safe_serialization=True"):
+    with pytest.raises(UnsupportedError, match=r"no model\.safetensors or pytorch_model\.bin.*safe_serialization=True"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_git_lfs_pointer_says_what_it_is(name: str, folder: Path) -> None:
+    for path in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
+        path.unlink()
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(InputError, match=f"{name} is a Git LFS pointer, not the file itself"):
         open_checkpoint(folder)
 
 

@@ -23,6 +23,7 @@ from starscope.errors import CheckpointError, GGUFError, StarscopeError, Unsuppo
 from starscope.gguf import format as gguf_format
 
 if TYPE_CHECKING:
+    from starscope.checkpoint import CheckpointTensor
     from starscope.gguf.reader import GGUFFile
 
 Config = Mapping[str, Any]
@@ -134,6 +135,9 @@ class Family:
     size_classes: Mapping[tuple[int, int], str]
     check: Callable[[HParams], None]
     notes: str
+    layouts: Mapping[str, Callable[[Mapping[str, CheckpointTensor]], Mapping[str, CheckpointTensor]]] = field(
+        default_factory=dict
+    )  # by the name of a Hugging Face class that stores its tensors otherwise than the table says
     fold: Callable[[HParams, GGUFFile], tuple[HParams, Mapping[str, np.ndarray]]] | None = None
     expand: Callable[[HParams], tuple[Mapping[str, np.ndarray], Mapping[str, int]]] | None = None
 

@@ -104,17 +104,18 @@ def map_checkpoint(checkpoint: Checkpoint, allow_unknown: Sequence[str] = ()) ->
     UnsupportedError for what the family does not do, CheckpointError for parts that do not fit together.
     """
     family = find_family_for_config(checkpoint.config)
-    rows = _embedding_rows(family, checkpoint)
+    stored = _as_the_table_has_them(family, checkpoint)
+    rows = _embedding_rows(family, stored)
     hp = read_config(family, checkpoint.config, vocab_size=rows, allow_unknown=allow_unknown)
     slots = family.slots(hp)
     notes: list[str] = []
     if "vocab_size" not in checkpoint.config:
         notes.append(f"config.json has no vocab_size; the embedding has {rows} rows.")
-    chosen = {slot.name: checkpoint.tensors[slot.hf] for slot in slots if slot.hf in checkpoint.tensors}
+    chosen = {slot.name: stored[slot.hf] for slot in slots if slot.hf in stored}
     for slot in slots:
         if slot.tied_to:
             notes += _settle_tie(checkpoint, slot, next(other for other in slots if other.name == slot.tied_to), chosen)
-    _check_complete(checkpoint, family, hp, slots, chosen)
+    _check_complete(checkpoint, family, hp, slots, stored, chosen)
     for slot in slots:
         if slot.name in chosen:
             _check_shape(checkpoint, slot, chosen[slot.name], hp)
@@ -122,10 +123,19 @@ def map_checkpoint(checkpoint: Checkpoint, allow_unknown: Sequence[str] = ()) ->
     return MappedCheckpoint(family, hp, tensors, tuple(notes))
 
 
-def _embedding_rows(family: Family, checkpoint: Checkpoint) -> int | None:
+def _as_the_table_has_them(family: Family, checkpoint: Checkpoint) -> Mapping[str, CheckpointTensor]:
+    """The stored tensors under the names and in the layout of the family's table."""
+    found = checkpoint.config.get("architectures")
+    for name in found if isinstance(found, list) else ():
+        if name in family.layouts:
+            return family.layouts[name](checkpoint.tensors)
+    return checkpoint.tensors
+
+
+def _embedding_rows(family: Family, stored: Mapping[str, CheckpointTensor]) -> int | None:
     """The rows of the token embedding, or of the head where that is all there is."""
     tables = [row for row in family.tensors if row.name == "embed_tokens" or row.tied_to == "embed_tokens"]
-    found = [checkpoint.tensors[f"{row.hf}.weight"] for row in tables if f"{row.hf}.weight" in checkpoint.tensors]
+    found = [stored[f"{row.hf}.weight"] for row in tables if f"{row.hf}.weight" in stored]
     return found[0].shape[0] if found and found[0].shape else None
 
 
@@ -175,7 +185,12 @@ def _are_equal(one: CheckpointTensor, other: CheckpointTensor) -> bool:
 
 
 def _check_complete(
-    checkpoint: Checkpoint, family: Family, hp: HParams, slots: Sequence[Slot], chosen: Mapping[str, CheckpointTensor]
+    checkpoint: Checkpoint,
+    family: Family,
+    hp: HParams,
+    slots: Sequence[Slot],
+    stored: Mapping[str, CheckpointTensor],
+    chosen: Mapping[str, CheckpointTensor],
 ) -> None:
     """Every slot has a tensor or a tie, and every tensor is used or known to carry nothing."""
     missing = [slot.hf for slot in slots if slot.name not in chosen and slot.tied_to is None]
@@ -183,7 +198,7 @@ def _check_complete(
         raise CheckpointError(f"{checkpoint.folder} has no {_listed(missing)}; {family.name} needs it.")
     known = {slot.hf for slot in slots}
     known |= {pattern.format(i=layer) for pattern in family.ignored_tensors for layer in range(hp.num_layers)}
-    unknown = [name for name in checkpoint.tensors if name not in known]
+    unknown = [name for name in stored if name not in known]
     if unknown:
         raise CheckpointError(
             f"{checkpoint.folder} has tensors that {family.name} of {hp.num_layers} layers does not know: "

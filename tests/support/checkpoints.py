@@ -11,6 +11,7 @@ are.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    import torch
     from transformers import GPTBigCodeForCausalLM
 
 SPECIAL_TOKENS = (
@@ -201,3 +203,90 @@ def gguf_tensors(model: GPTBigCodeForCausalLM) -> dict[str, np.ndarray]:
             values = values.reshape(weight.shape)
         found[f"{names[module]}.{part}"] = values
     return found
+
+
+def store_as_torch(folder: Path, state: Mapping[str, torch.Tensor], shards: int = 1) -> None:
+    """Replace the folder's weights by pytorch_model.bin, or by `shards` parts with their index.
+
+    Each part holds tensors that follow one another in `state`; what shares memory in one part shares a storage.
+    """
+    import torch
+
+    for path in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+        path.unlink()
+    if shards == 1:
+        torch.save(dict(state), folder / "pytorch_model.bin")
+        return
+    names = list(state)
+    weight_map = {}
+    for part in range(shards):
+        file = f"pytorch_model-{part + 1:05d}-of-{shards:05d}.bin"
+        chosen = names[part * len(names) // shards : (part + 1) * len(names) // shards]
+        torch.save({name: state[name] for name in chosen}, folder / file)
+        weight_map |= dict.fromkeys(chosen, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+SANTACODER_CONFIG = {  # of bigcode/santacoder, without its sizes
+    "activation_function": "gelu_fast",
+    "architectures": ["GPT2LMHeadCustomModel"],
+    "attention_head_type": "multiquery",
+    "attn_pdrop": 0.1,
+    "auto_map": {
+        "AutoConfig": "configuration_gpt2_mq.GPT2CustomConfig",
+        "AutoModelForCausalLM": "modeling_gpt2_mq.GPT2LMHeadCustomModel",
+    },
+    "embd_pdrop": 0.1,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "reorder_and_upcast_attn": False,
+    "resid_pdrop": 0.1,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+    "summary_activation": None,
+    "summary_first_dropout": 0.1,
+    "summary_proj_to_labels": True,
+    "summary_type": "cls_index",
+    "summary_use_proj": True,
+    "torch_dtype": "float32",
+    "transformers_version": "4.24.0",
+    "use_cache": True,
+}
+
+
+def make_santacoder(folder: Path, *, dtype: str = "float32", torch_file: bool = True) -> GPTBigCodeForCausalLM:
+    """Write a folder in the form of bigcode/santacoder; return the model that transformers has for the same weights.
+
+    That form is GPT-2's with multi-query attention: matrices are [in out], queries and keys with values apart, and
+    the causal mask of each block is stored beside them.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    model = make_checkpoint(folder, activation="gelu_fast", n_inner=192, dtype=dtype)
+    sizes = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kept = ("n_embd", "n_head", "n_inner", "n_layer", "n_positions", "vocab_size", "bos_token_id", "eos_token_id")
+    config = {**SANTACODER_CONFIG, **{key: sizes[key] for key in kept}}
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    state = {}
+    for name, tensor in model.state_dict().items():
+        if ".attn.c_attn." in name:
+            for part, rows in (("q_attn", slice(config["n_embd"])), ("kv_attn", slice(config["n_embd"], None))):
+                state[name.replace("c_attn", part)] = tensor[rows].transpose(0, -1).contiguous()
+        elif name.endswith(("c_proj.weight", "c_fc.weight")):
+            state[name] = tensor.T.contiguous()
+        else:
+            state[name] = tensor
+    for layer in range(config["n_layer"]):
+        mask = torch.ones(1, 1, config["n_positions"], config["n_positions"], dtype=torch.bool).tril()
+        state |= {
+            f"transformer.h.{layer}.attn.bias": mask,
+            f"transformer.h.{layer}.attn.masked_bias": torch.tensor(-1e4),
+        }
+    if torch_file:
+        store_as_torch(folder, state)
+    else:
+        save_file({name: tensor.clone() for name, tensor in state.items()}, folder / "model.safetensors")
+    return model
