@@ -1,4 +1,4 @@
-"""GPT-BigCode: StarCoder, StarCoderBase, SantaCoder (the converted form), tiny_starcoder_py and their fine-tunes.
+"""GPT-BigCode: StarCoder, StarCoderBase, SantaCoder in both its forms, tiny_starcoder_py and their fine-tunes.
 
 GPT-2's sequential block with multi-query attention: one key head and one value head serve every query head, and
 queries, keys and values are rows of one fused projection. Learned positions, LayerNorm with bias, GELU. The block:
@@ -10,14 +10,16 @@ queries, keys and values are rows of one fused projection. Learned positions, La
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from starscope.errors import CheckpointError
+from starscope.checkpoint import join
+from starscope.errors import CheckpointError, UnsupportedError
 from starscope.family import Family, HParam, HParams, Tensor
 
 if TYPE_CHECKING:
+    from starscope.checkpoint import CheckpointTensor
     from starscope.gguf.reader import GGUFFile
     from starscope.graph import Edge, Recorder
 
@@ -35,7 +37,7 @@ HPARAMS = [
     HParam("num_layers",        "block_count",                   "n_layer"),
     HParam("intermediate_size", "feed_forward_length",           lambda c: c.get("n_inner") or 4 * c["n_embd"], reads=("n_inner", "n_embd")),
     HParam("num_heads",         "attention.head_count",          "n_head"),
-    HParam("num_kv_heads",      "attention.head_count_kv",       lambda c: _num_kv_heads(c), reads=("multi_query", "n_head", "n_head_kv", "num_key_value_heads")),
+    HParam("num_kv_heads",      "attention.head_count_kv",       lambda c: _num_kv_heads(c), reads=("multi_query", "n_head", "n_head_kv", "num_key_value_heads", "attention_head_type")),
     HParam("norm_epsilon",      "attention.layer_norm_epsilon",  "layer_norm_epsilon", kind=float, default=1e-5),
     HParam("activation",        "hidden_activation",             "activation_function", kind=str, default="gelu_pytorch_tanh", choices=GELUS),
     HParam("vocab_size",        None,                            "vocab_size"),
@@ -50,6 +52,7 @@ DERIVED = {
 REFUSED = {
     "add_cross_attention": (bool, "a GPT-BigCode model here is a decoder alone"),
     "is_encoder_decoder": (bool, "a GPT-BigCode model here is a decoder alone"),
+    "scale_attn_by_inverse_layer_idx": (bool, "scores are scaled by 1/sqrt(head_dim) alone in every released model"),
     "scale_attn_weights": (lambda value: not value, "scores are scaled by 1/sqrt(head_dim) in every released model"),
     "quantization_config": (
         lambda value: value is not None,
@@ -64,6 +67,7 @@ IGNORED = {
     "embd_pdrop": "dropout is for training alone",
     "resid_pdrop": "dropout is for training alone",
     "initializer_range": "it describes how the weights were drawn",
+    "reorder_and_upcast_attn": "scores are float32 whatever it says",
     "inference_runner": "it chooses an implementation of the same arithmetic",
     "validate_runner_input": "it chooses an implementation of the same arithmetic",
     "pre_allocate_kv_cache": "it chooses an implementation of the same arithmetic",
@@ -120,15 +124,21 @@ def block(g: Recorder, x: Edge) -> Edge:  # [rows hidden_size] -> the same
     return g.value("layer_output", g.add(x, g.value("mlp_output", g.linear(h, "mlp.down_proj"))))
 
 
-def _num_kv_heads(config: Mapping[str, int]) -> int:
+def _num_kv_heads(config: Mapping[str, Any]) -> int:
     """One head, or as many as query heads when multi_query is false. Other keys may say it too, if they agree."""
     said = {key: config[key] for key in ("n_head_kv", "num_key_value_heads") if config.get(key) is not None}
+    kind = config.get("attention_head_type")
+    if kind is not None:
+        if kind not in ("multiquery", "multihead"):
+            raise UnsupportedError(f"attention_head_type is {kind!r}; supported: multiquery, multihead.")
+        said["attention_head_type"] = 1 if kind == "multiquery" else config["n_head"]
     if "multi_query" in config or not said:
         said["multi_query"] = 1 if config.get("multi_query", True) else config["n_head"]
     if len(set(said.values())) > 1:
         listed = ", ".join(f"{key} {heads}" for key, heads in said.items())
         raise CheckpointError(f"config.json contradicts itself about the number of key heads: {listed}.")
-    return next(iter(said.values()))
+    heads: int = next(iter(said.values()))
+    return heads
 
 
 def _qkv_rows(hp: HParams) -> np.ndarray | None:
@@ -137,6 +147,31 @@ def _qkv_rows(hp: HParams) -> np.ndarray | None:
         return None
     per_head = np.arange(3 * hp.hidden_size).reshape(hp.num_heads, 3, hp.head_dim)
     return per_head.transpose(1, 0, 2).ravel()
+
+
+def _from_custom_gpt2(stored: Mapping[str, CheckpointTensor]) -> Mapping[str, CheckpointTensor]:
+    """bigcode/santacoder's own class: GPT-2's, whose matrices are [in out], with queries apart from keys and values.
+
+    q_attn has the heads one after another, kv_attn the key and then the value: c_attn's rows, once turned over.
+    """
+    ours: dict[str, CheckpointTensor] = {}
+    for name, tensor in stored.items():
+        module, _, kind = name.rpartition(".")
+        if module.endswith(".attn.c_attn"):
+            raise UnsupportedError(
+                f"{tensor.path} has {name}: this class with as many key heads as query heads; supported: multiquery.",
+                hint="Convert bigcode/gpt_bigcode-santacoder instead, or another model of GPTBigCodeForCausalLM.",
+            )
+        is_turned = kind == "weight" and module.endswith((".q_attn", ".kv_attn", ".c_proj", ".c_fc"))
+        ours[name] = tensor.transposed() if is_turned else tensor
+    halves = {name.replace(".kv_attn.", ".q_attn.") for name in ours if ".q_attn." in name or ".kv_attn." in name}
+    for queries in sorted(halves):
+        pair = (queries, queries.replace(".q_attn.", ".kv_attn."))
+        for name, other in (pair, pair[::-1]):
+            if name not in ours:
+                raise CheckpointError(f"{ours[other].path} has {other} and no {name}; expected both.")
+        ours[queries.replace(".q_attn.", ".c_attn.")] = join(" + ".join(pair), [ours.pop(name) for name in pair])
+    return ours
 
 
 def _check(hp: HParams) -> None:
@@ -208,7 +243,7 @@ FAMILY = Family(
     name="gpt_bigcode",
     title="GPT-BigCode (StarCoder, SantaCoder)",
     gguf_architecture="starcoder",
-    hf_architectures=("GPTBigCodeForCausalLM",),
+    hf_architectures=("GPTBigCodeForCausalLM", "GPT2LMHeadCustomModel"),
     hparams=HPARAMS,
     derived=DERIVED,
     tensors=TENSORS,
@@ -219,6 +254,7 @@ FAMILY = Family(
     default_pre_tokenizer="starcoder",
     size_classes={(24, 2048): "1B", (36, 2816): "3B", (42, 4096): "7B", (40, 6144): "15B"},
     check=_check,
+    layouts={"GPT2LMHeadCustomModel": _from_custom_gpt2},
     notes=NOTES,
     fold=fold,
     expand=expand,
