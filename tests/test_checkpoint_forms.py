@@ -147,39 +147,71 @@ def test_rows_of_joined_and_turned_tensors_are_read_alone(tmp_path: Path) -> Non
                 not_a_matrix.transposed()
 
 
-# StarChat
+# Vocabularies
 
 
-ADDED = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+SANTACODER_TOKENS = ("<|endoftext|>", "<fim-prefix>", "<fim-middle>", "<fim-suffix>", "<fim-pad>")
+STARCHAT_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 
 
-@pytest.fixture(scope="module")
-def starchat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with StarChat's vocabulary: 49,152 tokens and four added ones; its model always says <|end|>.
-
-    As in the release, eos_token_id is 0 everywhere.
-    """
+def store_vocabulary(folder: Path, first: tuple[str, ...], added: tuple[str, ...], **roles: Any) -> None:
+    """tokenizer.json with 49,152 tokens, `first` among them, then the `added` ones; `roles` name some of either."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    folder = tmp_path_factory.mktemp("starchat")
-    model = make_checkpoint(folder, vocab_size=49156, hidden=16, heads=2, layers=1, positions=64)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pieces = [*SPECIAL_TOKENS, *alphabet]
+    pieces = [*first, *alphabet]
     pieces += [f"{one}{two}{three}" for one in alphabet for two in alphabet for three in "abc"][: 49152 - len(pieces)]
     made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     made.decoder = decoders.ByteLevel()
-    end = SPECIAL_TOKENS[0]
-    special = [*SPECIAL_TOKENS[1:], *ADDED]
-    PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token=end, eos_token=end, unk_token=end, additional_special_tokens=special
-    ).save_pretrained(folder)
+    made.add_special_tokens([*first, *added])
+    PreTrainedTokenizerFast(tokenizer_object=made, **roles).save_pretrained(folder)
+
+
+def always_say(model: torch.nn.Module, token_id: int) -> None:
+    """Make the head prefer one token wherever it is asked."""
     with torch.no_grad():
         model.transformer.ln_f.weight.zero_()
         model.transformer.ln_f.bias.fill_(1.0)
-        model.transformer.wte.weight[49155] = 10.0
+        model.transformer.wte.weight[token_id] = 10.0
+
+
+@pytest.mark.parametrize("eos", [49152, 50256])  # as in the release, and as its conversion left it: no token of it
+def test_santacoder_ends_at_its_own_end_token_and_fills_holes(eos: int, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, vocab_size=49280, hidden=16, heads=2, layers=1, positions=64)
+    store_vocabulary(tmp_path, (), SANTACODER_TOKENS)
+    always_say(model, 49152)
+    model.save_pretrained(tmp_path)
+    edit_config(tmp_path, bos_token_id=eos, eos_token_id=eos)
+    (tmp_path / "generation_config.json").unlink()
+    for source in (convert(tmp_path, to="f16").out, tmp_path):
+        loaded = starscope.load(source)
+        fim = loaded.tokenizer.fim
+        assert fim is not None
+        assert (fim.prefix, fim.middle, fim.suffix, fim.pad) == (49153, 49154, 49155, 49156)
+        assert loaded.tokenizer.stop_ids == {49152, 49156}
+        for suffix in (None, "y"):
+            completion = loaded.generate("x = 1", suffix=suffix, max_new_tokens=8)
+            assert (completion.text, completion.finish_reason) == ("", "stop")
+
+
+@pytest.fixture(scope="module")
+def starchat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with StarChat's vocabulary: StarCoder's tokens and four added ones; its model always says <|end|>.
+
+    As in the release, eos_token_id is 0 everywhere.
+    """
+    folder = tmp_path_factory.mktemp("starchat")
+    model = make_checkpoint(folder, vocab_size=49156, hidden=16, heads=2, layers=1, positions=64)
+    end, *others = SPECIAL_TOKENS
+    special = [*others, *STARCHAT_TOKENS]
+    store_vocabulary(
+        folder, SPECIAL_TOKENS, STARCHAT_TOKENS,
+        bos_token=end, eos_token=end, unk_token=end, additional_special_tokens=special,
+    )  # fmt: skip
+    always_say(model, 49155)
     model.save_pretrained(folder)
     return folder
 
