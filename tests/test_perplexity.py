@@ -58,11 +58,12 @@ def test_the_loss_of_one_window_is_that_of_transformers(engine: str, reference: 
     assert found.bits_per_byte == pytest.approx(expected / math.log(2) / found.bytes, rel=CLOSE)
 
 
-@pytest.mark.parametrize(("window", "stride"), [(128, 64), (128, 128), (128, 1), (40, 7), (1, 1)])
+@pytest.mark.parametrize("rows", [24, 300])  # a window takes several steps; or a step takes several windows
+@pytest.mark.parametrize(("window", "stride"), [(128, 64), (128, 128), (128, 5), (40, 7), (1, 1)])
 def test_windows_give_each_token_what_transformers_gives_it_there(
-    window: int, stride: int, reference: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+    window: int, stride: int, rows: int, reference: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(perplexity, "PREFILL_CHUNK", 24)  # so that a window takes several steps
+    monkeypatch.setattr(perplexity, "LOGIT_BYTES", rows * 4 * 320)
     theirs, path = reference
     model = starscope.load(path, context_length=window)
     ids = model.tokenizer.encode(TEXTS[0])

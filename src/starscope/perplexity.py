@@ -13,7 +13,7 @@ any two models, and a model with a compressor (8 x compressed bytes / bytes).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from starscope.errors import InvalidContentError, UsageError
-from starscope.generate import PREFILL_CHUNK, first_id
+from starscope.generate import first_id
 
 if TYPE_CHECKING:
     from starscope.engine import Engine
     from starscope.tokenizer import Tokenizer
 
+MOST_ROWS = 2048  # tokens run at a time: enough to keep the cores busy
+LOGIT_BYTES = 64 << 20  # and fewer where the vocabulary is large
 MAX_EXPONENT = 709.0  # the exponential of 710 is past float64
 
 Ids = np.ndarray[Any, Any]
@@ -116,25 +118,44 @@ def measure(
     tokens = sum(len(document) for document in documents)
     if not tokens:
         raise InvalidContentError("there is no text to measure; expected at least one token.")
+    rows = max(1, min(MOST_ROWS, LOGIT_BYTES // (4 * engine.graph.hp.vocab_size)))
+    cut = (part for document in documents for part in windows(document, first, window, stride))
     nats, done = 0.0, 0
-    for document in documents:
-        for part in windows(document, first, window, stride):
-            nats += _window_nats(engine, part)
-            done += part.scored
-            if progress is not None:
-                progress(size * done // tokens, size)
+    for group in _groups(cut, rows):
+        nats += _group_nats(engine, group) if len(group) > 1 else _window_nats(engine, group[0], rows)
+        done += sum(part.scored for part in group)
+        if progress is not None:
+            progress(size * done // tokens, size)
     return Perplexity(nats, tokens, size, window, stride)
 
 
-def _window_nats(engine: Engine, window: Window) -> float:
-    """The summed loss of a window's scored predictions, run in chunks so that few logits are there at a time."""
+def _groups(cut: Iterable[Window], rows: int) -> Iterator[list[Window]]:
+    """Windows that together have at most `rows` tokens to run; one that has more stands alone."""
+    group: list[Window] = []
+    for part in cut:
+        if group and sum(len(other.ids) - 1 for other in group) + len(part.ids) - 1 > rows:
+            yield group
+            group = []
+        group.append(part)
+    if group:
+        yield group
+
+
+def _group_nats(engine: Engine, group: Sequence[Window]) -> float:
+    """The summed loss of several windows, run as one batch."""
+    logits = engine.forward([part.ids[:-1] for part in group], None, "all")
+    return sum(_nats(rows[-part.scored :], part.ids[-part.scored :]) for rows, part in zip(logits, group, strict=True))
+
+
+def _window_nats(engine: Engine, window: Window, rows: int) -> float:
+    """The summed loss of one window, run at most `rows` tokens at a time."""
     cache, ids = engine.new_cache(), window.ids[:-1]
     before = len(ids) - window.scored
-    for start in range(0, before, PREFILL_CHUNK):
-        engine.forward([ids[start : min(start + PREFILL_CHUNK, before)]], [cache], "last")
+    for start in range(0, before, rows):
+        engine.forward([ids[start : min(start + rows, before)]], [cache], "last")
     nats = 0.0
-    for start in range(before, len(ids), PREFILL_CHUNK):
-        stop = min(start + PREFILL_CHUNK, len(ids))
+    for start in range(before, len(ids), rows):
+        stop = min(start + rows, len(ids))
         [logits] = engine.forward([ids[start:stop]], [cache], "all")
         nats += _nats(logits, window.ids[start + 1 : stop + 1])
     return nats
