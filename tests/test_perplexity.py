@@ -140,3 +140,20 @@ def test_logits_that_are_no_numbers_are_refused(value: float, reference: tuple[A
     engine.forward = lambda rows, *_: [np.full((len(rows[0]), 320), value, np.float32)]  # type: ignore[method-assign, assignment]
     with pytest.raises(InvalidContentError, match="not all finite"):
         measure(engine, [[1, 2]], 2, first=0, window=8, stride=4)
+
+
+@pytest.mark.parametrize("rows", [24, 300])
+def test_no_step_has_more_rows_of_logits_than_allowed(
+    rows: int, reference: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(perplexity, "LOGIT_BYTES", rows * 4 * 320)
+    model = starscope.load(reference[1])
+    forward, steps = model.engine.forward, []
+
+    def counted(sequences: Any, *rest: Any) -> Any:
+        steps.append(sum(map(len, sequences)))
+        return forward(sequences, *rest)
+
+    model.engine.forward = counted  # type: ignore[method-assign]
+    measure_texts(model.engine, model.tokenizer, [*TEXTS, *TEXTS])
+    assert rows / 2 < max(steps) <= rows
