@@ -132,6 +132,14 @@ def test_a_suffix_asks_for_what_is_between(model: starscope.Model) -> None:
     )
 
 
+def test_what_is_left_out_around_a_hole_is_counted(model: starscope.Model) -> None:
+    assert model.generate("a = 1\n" * 8, suffix="b", max_new_tokens=3).dropped_tokens == 0
+    long = "a = 1\n" * 80
+    done = model.generate(long, suffix="b", max_new_tokens=3)
+    assert done.dropped_tokens == len(model.tokenizer.encode(long)) + 1 + 3 - done.prompt_tokens > 0
+    assert done.prompt_tokens == model.context_length - 3
+
+
 def test_text_that_spells_a_special_token_stays_text(model: starscope.Model) -> None:
     ids = model.tokenizer.encode("<fim_suffix>")
     assert len(ids) > 1
@@ -169,8 +177,9 @@ def test_the_vocabulary_is_pieces_scores_and_types(model: starscope.Model) -> No
 
 
 def test_wrong_options_are_refused(model: starscope.Model, path: Path) -> None:
-    with pytest.raises(UsageError):
-        model.generate("x", max_new_tokens=-1)
+    for count in (-1, 2.5, "3", None, True):
+        with pytest.raises(UsageError, match="max_new_tokens"):
+            model.generate("x", max_new_tokens=count)  # type: ignore[call-overload]
     with pytest.raises(UsageError):
         model.generate("x", temperature=-1)
     with pytest.raises(UsageError, match="numpy, torch"):
@@ -183,7 +192,20 @@ def test_a_prompt_that_is_neither_text_nor_ids_is_refused(model: starscope.Model
         model.generate(prompt)
 
 
-@pytest.mark.parametrize("ids", ["def", b"def", 3, None, [], [[]], [["a"]], [[[1]]]], ids=repr)
+def test_embeddings_in_bfloat16_run_as_float32(model: starscope.Model) -> None:
+    table = torch.tensor(model.weights["embed_tokens.weight"][[1, 2]]).bfloat16()
+    torch.testing.assert_close(model.forward(table), model.forward(table.float()), rtol=0, atol=0)
+
+
+def test_a_name_that_is_empty_or_a_link_in_a_circle_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="empty"):
+        starscope.load("")
+    (tmp_path / "loop.gguf").symlink_to(tmp_path / "loop.gguf")
+    with pytest.raises(InputError, match="in a circle"):
+        starscope.load(tmp_path / "loop.gguf")
+
+
+@pytest.mark.parametrize("ids", [np.array(3), iter([1]), "def", b"def", 3, None, [], [[]], [["a"]], [[[1]]]], ids=repr)
 def test_what_forward_cannot_run_is_refused(model: starscope.Model, ids: Any) -> None:
     with pytest.raises(InvalidContentError):
         model.forward(ids)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Literal
 
 from starscope.errors import ContextOverflowError, UsageError
@@ -56,7 +57,10 @@ class Timings:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was generated. `token_ids` are the tokens sampled, without the stop token that ended them, if one did."""
+    """What was generated. `token_ids` are the tokens sampled, without the stop token that ended them, if one did.
+
+    `dropped_tokens` of the text around a hole were left out of the prompt, because it would not have fitted.
+    """
 
     text: str
     token_ids: list[int]
@@ -64,6 +68,7 @@ class Completion:
     prompt_tokens: int
     timings: Timings
     logprobs: list[TokenLogprobs] | None = None
+    dropped_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,8 +164,8 @@ def generate(
 
 def check_limits(max_new_tokens: int, stop: Iterable[str] = (), logprobs: int = 0) -> None:
     """UsageError for what `generate` would refuse without looking at the prompt."""
-    if max_new_tokens < 0:
-        raise UsageError(f"max_new_tokens is {max_new_tokens}; expected 0 or more.")
+    if not isinstance(max_new_tokens, Integral) or isinstance(max_new_tokens, bool) or max_new_tokens < 0:
+        raise UsageError(f"max_new_tokens is {max_new_tokens!r}; expected a whole number, 0 or more.")
     if not 0 <= logprobs <= MAX_LOGPROBS:
         raise UsageError(f"logprobs is {logprobs}; expected from 0 to {MAX_LOGPROBS}.")
     if "" in stop:

@@ -4,14 +4,13 @@ The three markers are the tokenizer's; the text around the hole is never parsed 
 contains "<fim_suffix>" stays text. What does not fit is cut where it matters least: the prefix keeps its end, the
 suffix its start.
 
-    ids = infill_prompt(tokenizer, "def add(a, b): ", "return c", budget=1024)
+    ids, dropped = infill_prompt(tokenizer, "def add(a, b): ", "return c", budget=1024)
     generate(engine, tokenizer, ids, stop_ids=tokenizer.infill_stop_ids)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from starscope.errors import ContextOverflowError, UnsupportedError
 
@@ -21,8 +20,15 @@ if TYPE_CHECKING:
 SUFFIX_SHARE = 4  # one token in four is the suffix's, where prefix and suffix both have more than fits
 
 
-def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str, *, budget: int) -> list[int]:
-    """The ids of a prompt of at most `budget` tokens that asks for the text between `prefix` and `suffix`.
+class InfillPrompt(NamedTuple):
+    """The ids of a prompt, and how many tokens of the text around the hole were left out to make it fit."""
+
+    ids: list[int]
+    dropped: int
+
+
+def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str, *, budget: int) -> InfillPrompt:
+    """A prompt of at most `budget` tokens that asks for the text between `prefix` and `suffix`.
 
     Raises UnsupportedError when the vocabulary has no such markers.
     """
@@ -36,11 +42,13 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str, *, budget: int
     room = budget - len(begin) - 3
     if room < 0:
         raise ContextOverflowError(f"a fill-in-the-middle prompt needs {budget - room} tokens; {budget} are free.")
-    before, after = cut_to_fit(tokenizer.encode(prefix), tokenizer.encode(suffix), room)
-    return [*begin, fim.prefix, *before, fim.suffix, *after, fim.middle]
+    before, after = tokenizer.encode(prefix), tokenizer.encode(suffix)
+    whole = len(before) + len(after)
+    before, after = cut_to_fit(before, after, room)
+    return InfillPrompt([*begin, fim.prefix, *before, fim.suffix, *after, fim.middle], whole - len(before) - len(after))
 
 
-def cut_to_fit(prefix: Sequence[int], suffix: Sequence[int], room: int) -> tuple[Sequence[int], Sequence[int]]:
+def cut_to_fit(prefix: list[int], suffix: list[int], room: int) -> tuple[list[int], list[int]]:
     """The end of the prefix and the start of the suffix, together at most `room` tokens.
 
     A quarter of the room is the suffix's and the rest the prefix's; what one of them does not need, the other gets.
@@ -51,5 +59,5 @@ def cut_to_fit(prefix: Sequence[int], suffix: Sequence[int], room: int) -> tuple
 
 
 def infill_budget(context_length: int, max_new_tokens: int) -> int:
-    """The tokens that the prompt may take: what the answer leaves free, and half of the context at the least."""
-    return max(context_length - max_new_tokens, context_length // 2)
+    """The tokens that the prompt may take: what the answer leaves free, three quarters of the context at the least."""
+    return context_length - min(max_new_tokens, context_length // 4)

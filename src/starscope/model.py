@@ -15,6 +15,7 @@ import importlib.util
 import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
@@ -27,7 +28,7 @@ from starscope.checkpoint import open_checkpoint
 from starscope.engine import Engine, Weights, make_engine
 from starscope.engine.base import Array
 from starscope.engine.weights import open_weights
-from starscope.errors import CheckpointError, GGUFError, InputError, InvalidContentError
+from starscope.errors import CheckpointError, GGUFError, InputError, InvalidContentError, UsageError
 from starscope.family import Family, HParams, find_family_for_gguf, hparams_from_metadata
 from starscope.generate import Completion, Piece, generate, last_piece
 from starscope.gguf.reader import GGUFFile, read_gguf
@@ -192,11 +193,11 @@ class Model:
             samplers=samplers,
         )
         check_tokens(logit_bias or {}, self.vocab_size)
-        stop_ids = self.tokenizer.stop_ids
+        stop_ids, dropped = self.tokenizer.stop_ids, 0
         if suffix is not None:
             if not isinstance(prompt, str):
                 raise InvalidContentError("a suffix needs the prompt as text; found token ids.")
-            ids = infill.infill_prompt(
+            ids, dropped = infill.infill_prompt(
                 self.tokenizer, prompt, suffix, budget=infill.infill_budget(self.context_length, max_new_tokens)
             )
             stop_ids = stop_ids | self.tokenizer.infill_stop_ids
@@ -221,12 +222,15 @@ class Model:
             logprobs=logprobs,
             load_s=self.load_s,
         )
-        pieces = self._returning(cache, pieces)
+        pieces = self._returning(cache, pieces, dropped)
         return pieces if stream else last_piece(pieces)
 
-    def _returning(self, cache: Cache, pieces: Iterator[Piece]) -> Iterator[Piece]:
+    def _returning(self, cache: Cache, pieces: Iterator[Piece], dropped: int) -> Iterator[Piece]:
         try:
-            yield from pieces
+            for piece in pieces:
+                if piece.completion is not None and dropped:
+                    piece = replace(piece, completion=replace(piece.completion, dropped_tokens=dropped))
+                yield piece
         finally:
             self._idle_cache = cache
 
@@ -260,6 +264,10 @@ def load(
 
 def find_model(model: str | Path) -> Path:
     """The file or folder that MODEL names, in the shared cache for a hub name; InputError when there is none."""
+    if not str(model):
+        raise UsageError(
+            "the model's name is empty; expected a .gguf file, a Hugging Face folder, owner/name, or demo."
+        )
     path = Path(model)
     if str(model) == "demo" and not path.exists():
         path = Path(str(resources.files("starscope") / "demo" / "demo.gguf"))
@@ -267,6 +275,8 @@ def find_model(model: str | Path) -> Path:
             raise InputError(f"the demo model is not in this installation ({path}).", hint="Install the package again.")
     if (name := find_name(model)) is not None:
         return fetch_model(name)
+    if path.is_symlink() and not path.exists():
+        raise InputError(f"{path} is a link that leads nowhere, or in a circle.")
     if not path.exists():
         raise InputError(
             f"{path} does not exist.", hint="Give a .gguf file, a Hugging Face folder, owner/name of the hub, or demo."
@@ -329,10 +339,19 @@ def _sequences(ids: Any) -> list[Array]:
             f"{type(ids).__name__} was given; expected token ids.", hint="model.tokenizer.encode gives those of a text."
         )
     if hasattr(ids, "detach"):
-        ids = ids.detach().cpu().numpy()
+        ids = _from_torch(ids)
     if isinstance(ids, np.ndarray):
+        if ids.ndim == 0:
+            raise InvalidContentError("a single number was given; expected a list of token ids.")
         is_one = ids.ndim == (2 if ids.dtype.kind == "f" else 1)
         return [ids] if is_one else list(ids)
     if len(ids) and all(isinstance(i, (int, np.integer)) for i in ids):
         return [np.asarray(ids)]
-    return [item.detach().cpu().numpy() if hasattr(item, "detach") else np.asarray(item) for item in ids]
+    return [_from_torch(item) if hasattr(item, "detach") else np.asarray(item) for item in ids]
+
+
+def _from_torch(tensor: Any) -> Array:
+    """A torch tensor as an array; floating ones as float32, since NumPy has no bfloat16."""
+    tensor = tensor.detach().cpu()
+    array: Array = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+    return array

@@ -119,6 +119,44 @@ def test_the_choice_of_engine_and_device_is_checked() -> None:
     assert make_engine("auto", GRAPH, weights()).name == "numpy"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"threads": 10**20},
+        {"threads": 1.5},
+        {"context_length": 1.5},
+        {"context_length": True},
+        {"device": None},
+        {"device": ""},
+    ],
+    ids=str,
+)
+def test_options_that_are_no_counts_or_names_are_refused(options: Any) -> None:
+    with pytest.raises(UsageError):
+        make_engine("numpy", GRAPH, weights(), **options)
+
+
+def test_an_engine_whose_package_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torch" else object())
+    for options in ({"engine": "torch"}, {"engine": "auto", "device": "cuda"}):
+        with pytest.raises(UnsupportedError, match="needs torch, which is not installed"):
+            make_engine(options.pop("engine"), GRAPH, weights(), **options)
+
+
+def test_a_device_without_storage_cannot_be_used() -> None:
+    with pytest.raises(UnsupportedError, match="'meta' cannot be used"):
+        make_engine("torch", GRAPH, weights(), device="meta")
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan, 3e38])
+def test_weights_that_are_not_finite_give_logits_and_no_warning(value: float) -> None:
+    w = weights()
+    w["layers.0.input_layernorm.weight"][3] = value
+    w["embed_tokens.weight"][5] = value
+    [logits] = NumpyEngine(GRAPH, w).forward([[5, 3]])
+    assert not np.isfinite(logits).all()
+
+
 @given(st.lists(st.lists(st.integers(0, 59), min_size=1, max_size=12), min_size=1, max_size=4))
 def test_the_engines_agree_on_any_ragged_batch(prompts: list[list[int]]) -> None:
     numpy, torch_ = (make_engine(name, GRAPH, weights()).forward(prompts, None, "all") for name in ("numpy", "torch"))

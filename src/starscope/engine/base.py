@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -151,11 +152,12 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# name -> the module and class that implement it
-ENGINES: Mapping[str, tuple[str, str]] = {
-    "numpy": ("starscope.engine.numpy_engine", "NumpyEngine"),
-    "torch": ("starscope.engine.torch_engine", "TorchEngine"),
+# name -> the module and class that implement it, and the package that they need
+ENGINES: Mapping[str, tuple[str, str, str]] = {
+    "numpy": ("starscope.engine.numpy_engine", "NumpyEngine", "numpy"),
+    "torch": ("starscope.engine.torch_engine", "TorchEngine", "torch"),
 }
+MAX_THREADS = 4096
 
 
 def make_engine(
@@ -171,6 +173,8 @@ def make_engine(
 
     `context_length` limits the positions (default: all of the model's); `threads` the cores used.
     """
+    if not isinstance(device, str) or not device:
+        raise UsageError(f"device is {device!r}; expected auto, cpu, cuda, cuda:1, ...")
     if name == "auto":
         name = "numpy" if device in ("auto", "cpu") else "torch"
     if name not in ENGINES:
@@ -178,11 +182,18 @@ def make_engine(
     if name == "numpy" and device not in ("auto", "cpu"):
         raise UsageError(f"the numpy engine runs on the CPU; device {device!r} needs the torch engine.")
     limit = graph.hp.context_length
-    if context_length is not None and not 0 < context_length <= limit:
+    if context_length is not None and (not _is_count(context_length) or context_length < 1):
+        raise UsageError(f"the context is {context_length}; expected a number of tokens, 1 to {limit}.")
+    if context_length is not None and context_length > limit:
         raise ContextOverflowError(f"a context of {context_length} tokens was asked for; this model has 1 to {limit}.")
-    if threads is not None and threads < 1:
-        raise UsageError(f"threads is {threads}; expected 1 or more.")
-    module, cls = ENGINES[name]
+    if threads is not None and not (_is_count(threads) and 1 <= threads <= MAX_THREADS):
+        raise UsageError(f"threads is {threads}; expected 1 to {MAX_THREADS}.")
+    module, cls, needs = ENGINES[name]
+    if importlib.util.find_spec(needs) is None:
+        raise UnsupportedError(
+            f"the {name} engine needs {needs}, which is not installed.",
+            hint=f"Install {needs}, or use the numpy engine on the CPU.",
+        )
     engine: Engine = getattr(importlib.import_module(module), cls)(
         graph,
         weights,
@@ -191,3 +202,7 @@ def make_engine(
         threads=threads,
     )
     return engine
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

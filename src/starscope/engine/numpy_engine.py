@@ -207,7 +207,9 @@ class NumpyEngine:
         graph = self.graph
         logits = graph.names["logits"]
         for op in graph.ops[start:stop]:
-            made = KERNELS[op.kind](self, batch, op, [values[i] for i in op.inputs])
+            # Weights that are not finite give logits that are not; whoever samples refuses those.
+            with np.errstate(over="ignore", invalid="ignore"):
+                made = KERNELS[op.kind](self, batch, op, [values[i] for i in op.inputs])
             if len(op.outputs) == 1:
                 values[op.outputs[0]] = made
             else:

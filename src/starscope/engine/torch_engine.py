@@ -324,8 +324,8 @@ def _find_device(name: str) -> torch.device:
     """A torch device that is there and works; UnsupportedError says what was found otherwise."""
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         found = (
             ["cpu"]
             + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
