@@ -186,7 +186,7 @@ def test_wrong_options_are_refused(model: starscope.Model, path: Path) -> None:
         starscope.load(path, engine="quick")
 
 
-@pytest.mark.parametrize("prompt", [b"def", 3, [1.5], ["a"], None], ids=repr)
+@pytest.mark.parametrize("prompt", [b"def", 3, [1.5], [None], [b"a"], None], ids=repr)
 def test_a_prompt_that_is_neither_text_nor_ids_is_refused(model: starscope.Model, prompt: Any) -> None:
     with pytest.raises(InvalidContentError, match="expected text or token ids"):
         model.generate(prompt)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal
 
@@ -48,7 +48,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds and tokens per second. 0.0 where nothing was evaluated: one token needs no decoding step."""
+    """Seconds and tokens per second. 0.0 where nothing was evaluated: one token needs no decoding step.
+
+    In a batch: the tokens of this text alone, over the steps that it took part in.
+    """
 
     load_s: float
     prefill_tok_s: float
@@ -126,6 +129,23 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class GenerationOptions:
+    """What `generate` is asked for besides the prompt.
+
+    Raises UsageError for a number out of range and for an empty stop text.
+    """
+
+    max_new_tokens: int = 128
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    stop: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        check_limits(self.max_new_tokens, self.stop, self.logprobs)
+
+
 def generate(
     engine: Engine,
     tokenizer: Tokenizer,
@@ -148,28 +168,49 @@ def generate(
     Raises UsageError for arguments out of range and for an empty prompt where the vocabulary has no token to begin
     with; ContextOverflowError for a prompt longer than the context.
     """
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    check_limits(max_new_tokens, stop, logprobs)
+    asked = make_options(tokenizer, max_new_tokens, options, stop, stop_ids, logprobs)
     cache = engine.new_cache() if cache is None else cache
-    ids = list(prompt_ids) or [first_id(tokenizer)]
-    if len(ids) > cache.context_length:
-        raise ContextOverflowError(
-            f"the prompt has {len(ids)} tokens; the context has {cache.context_length}.",
-            hint="Shorten the prompt: nothing is cut off without being asked.",
-        )
-    ends = frozenset(tokenizer.stop_ids if stop_ids is None else stop_ids)
-    options = options or SamplingOptions()
-    return _pieces(engine, tokenizer, ids, cache, max_new_tokens, options, stop, ends, logprobs, load_s)
+    ids = check_prompt(tokenizer, prompt_ids, cache.context_length)
+    return _pieces(engine, tokenizer, ids, cache, asked, load_s)
 
 
-def check_limits(max_new_tokens: int, stop: Iterable[str] = (), logprobs: int = 0) -> None:
+def make_options(
+    tokenizer: Tokenizer,
+    max_new_tokens: int,
+    options: SamplingOptions | None,
+    stop: str | Sequence[str],
+    stop_ids: Collection[int] | None,
+    logprobs: int,
+) -> GenerationOptions:
+    """The arguments of `generate` in one, checked, with what the tokenizer says where nothing was said."""
+    return GenerationOptions(
+        max_new_tokens,
+        options or SamplingOptions(),
+        (stop,) if isinstance(stop, str) else tuple(stop),
+        frozenset(tokenizer.stop_ids if stop_ids is None else stop_ids),
+        logprobs,
+    )
+
+
+def check_limits(max_new_tokens: object, stop: Iterable[str] = (), logprobs: int = 0) -> None:
     """UsageError for what `generate` would refuse without looking at the prompt."""
-    if not isinstance(max_new_tokens, Integral) or isinstance(max_new_tokens, bool) or max_new_tokens < 0:
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, Integral) or max_new_tokens < 0:
         raise UsageError(f"max_new_tokens is {max_new_tokens!r}; expected a whole number, 0 or more.")
     if not 0 <= logprobs <= MAX_LOGPROBS:
         raise UsageError(f"logprobs is {logprobs}; expected from 0 to {MAX_LOGPROBS}.")
     if "" in stop:
         raise UsageError("a stop text is empty; expected at least one character.")
+
+
+def check_prompt(tokenizer: Tokenizer, prompt_ids: Sequence[int], context_length: int) -> list[int]:
+    """The ids to evaluate, one at least. ContextOverflowError for more than the context has."""
+    ids = list(prompt_ids) or [first_id(tokenizer)]
+    if len(ids) > context_length:
+        raise ContextOverflowError(
+            f"the prompt has {len(ids)} tokens; the context has {context_length}.",
+            hint="Shorten the prompt: nothing is cut off without being asked.",
+        )
+    return ids
 
 
 def first_id(tokenizer: Tokenizer) -> int:
@@ -191,60 +232,99 @@ def last_piece(pieces: Iterable[Piece]) -> Completion:
     return completion
 
 
+class Continuation:
+    """One text under way: its prompt, its cache, and its own sampler, detokenizer and stop scanner.
+
+    Whoever runs the engine asks it what to run and hands it the logits, until it has ended:
+
+        while not text.ended:
+            [logits] = engine.forward([text.next_ids(PREFILL_CHUNK)], [text.cache], "last")
+            piece = text.take(logits[-1])     # None while the prompt is not through, and for a stop token
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], cache: Cache, options: GenerationOptions) -> None:
+        self.cache, self.ended = cache, False
+        self._prompt_ids, self._options = prompt_ids, options
+        self._kept = cache.reuse(prompt_ids)
+        self._sampler, self._detokenizer = make_sampler(options.sampling, prompt_ids), tokenizer.stream()
+        self._scanner = StopScanner(options.stop)
+        self._tokens: list[int] = []
+        self._text: list[str] = []
+        self._scores: list[TokenLogprobs] = []
+        self._finish: FinishReason = "length"
+        self._decoded = False  # whether the last step ran a token of the text, not the prompt's
+        self._decoding_steps = 0
+        self._prefill_s = self._decode_s = 0.0
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the prompt is through, and each step runs the one token chosen last."""
+        return bool(self._tokens)
+
+    def next_ids(self, limit: int) -> list[int]:
+        """The tokens to run next: the last one, or the prompt's, `limit` of them at most."""
+        done = self.cache.length
+        return self._tokens[-1:] or self._prompt_ids[done : done + limit]
+
+    def take(self, logits: Logits) -> Piece | None:
+        """Choose the next token, from the logits `[vocab_size]` after `next_ids`; None when there is none."""
+        self._decoded = self.decoding
+        if self.cache.length < len(self._prompt_ids):
+            return None
+        if len(self._tokens) == self._options.max_new_tokens:
+            self.ended = True
+            return None
+        choice = self._sampler.choose(logits)
+        if choice.token_id in self._options.stop_ids:
+            self.ended, self._finish = True, "stop"
+            return None
+        self._tokens.append(choice.token_id)
+        if self._options.logprobs:
+            self._scores.append(_token_logprobs(logits, choice, self._options.logprobs))
+        self._text.append(self._scanner.push(self._detokenizer.push(choice.token_id)))
+        self.ended = (
+            self._scanner.stopped
+            or self.cache.length >= self.cache.context_length
+            or len(self._tokens) == self._options.max_new_tokens
+        )
+        return Piece(self._text[-1], choice.token_id, self._scores[-1] if self._scores else None)
+
+    def spend(self, seconds: float) -> None:
+        """Count the time of the step that `take` ended."""
+        if self._decoded:
+            self._decoding_steps += 1
+            self._decode_s += seconds
+        else:
+            self._prefill_s += seconds
+
+    def last_piece(self, load_s: float) -> Piece:
+        """The text that was held back, and the completion; once, when it has ended."""
+        self._text.append(self._scanner.push(self._detokenizer.finish()) + self._scanner.finish())
+        if self._scanner.stopped:
+            self._finish = "stop"
+        prompt_tokens = len(self._prompt_ids)
+        timings = Timings(
+            load_s,
+            _rate(prompt_tokens - self._kept, self._prefill_s),
+            _rate(self._decoding_steps, self._decode_s),
+        )
+        scores = self._scores if self._options.logprobs else None
+        completion = Completion("".join(self._text), self._tokens, self._finish, prompt_tokens, timings, scores)
+        return Piece(self._text[-1], completion=completion)
+
+
 def _pieces(
-    engine: Engine,
-    tokenizer: Tokenizer,
-    ids: list[int],
-    cache: Cache,
-    max_new_tokens: int,
-    options: SamplingOptions,
-    stop: tuple[str, ...],
-    stop_ids: frozenset[int],
-    logprobs: int,
-    load_s: float,
+    engine: Engine, tokenizer: Tokenizer, ids: list[int], cache: Cache, options: GenerationOptions, load_s: float
 ) -> Iterator[Piece]:
-    sampler, detokenizer, scanner = make_sampler(options, ids), tokenizer.stream(), StopScanner(stop)
-    tokens: list[int] = []
-    text: list[str] = []
-    scores: list[TokenLogprobs] = []
-    finish: FinishReason = "length"
-    steps: list[float] = []  # seconds of each step, the time between pieces left out; the first is the prompt's
-
-    began = time.perf_counter()
-    kept = cache.reuse(ids)
-    for start in range(kept, len(ids), PREFILL_CHUNK):
-        logits = _logits(engine, cache, ids[start : start + PREFILL_CHUNK])
-    while len(tokens) < max_new_tokens:
-        choice = sampler.choose(logits)
-        token = choice.token_id
-        if token in stop_ids:
-            finish = "stop"
-            break
-        tokens.append(token)
-        if logprobs:
-            scores.append(_token_logprobs(logits, choice, logprobs))
-        text.append(scanner.push(detokenizer.push(token)))
-        steps.append(time.perf_counter() - began)
-        yield Piece(text[-1], token, scores[-1] if logprobs else None)
-        began = time.perf_counter()
-        if scanner.stopped or cache.length >= cache.context_length or len(tokens) == max_new_tokens:
-            break
-        logits = _logits(engine, cache, [token])
-    if finish == "stop" or not tokens:  # the last step gave no token
-        steps.append(time.perf_counter() - began)
-
-    text.append(scanner.push(detokenizer.finish()) + scanner.finish())
-    if scanner.stopped:
-        finish = "stop"
-    timings = Timings(load_s, _rate(len(ids) - kept, steps[0]), _rate(len(steps) - 1, sum(steps[1:])))
-    completion = Completion("".join(text), tokens, finish, len(ids), timings, scores if logprobs else None)
-    yield Piece(text[-1], completion=completion)
-
-
-def _logits(engine: Engine, cache: Cache, ids: list[int]) -> Logits:
-    """The logits after one step over `ids`."""
-    logits: Logits = engine.forward([ids], [cache], "last")[0][-1]
-    return logits
+    text = Continuation(tokenizer, ids, cache, options)
+    while not text.ended:
+        began = time.perf_counter()  # the time between pieces is the reader's
+        [logits] = engine.forward([text.next_ids(PREFILL_CHUNK)], [text.cache], "last")
+        piece = text.take(logits[-1])
+        text.spend(time.perf_counter() - began)
+        if piece is not None:
+            yield piece
+    yield text.last_piece(load_s)
 
 
 def _token_logprobs(logits: Logits, choice: Choice, count: int) -> TokenLogprobs:

@@ -18,19 +18,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, TypeGuard, Unpack, overload
 
 import numpy as np
 
 from starscope import infill
+from starscope.batching import generate_batch, of_prompt
 from starscope.cache import Cache
 from starscope.checkpoint import open_checkpoint
 from starscope.engine import Engine, Weights, make_engine
 from starscope.engine.base import Array
 from starscope.engine.weights import open_weights
-from starscope.errors import CheckpointError, GGUFError, InputError, InvalidContentError, UsageError
+from starscope.errors import (
+    CheckpointError,
+    GGUFError,
+    InputError,
+    InvalidContentError,
+    StarscopeError,
+    UsageError,
+)
 from starscope.family import Family, HParams, find_family_for_gguf, hparams_from_metadata
-from starscope.generate import Completion, Piece, generate, last_piece
+from starscope.generate import Completion, Piece, check_limits, generate, last_piece
 from starscope.gguf.reader import GGUFFile, read_gguf
 from starscope.graph import record
 from starscope.hub import fetch_model, find_name
@@ -117,7 +125,7 @@ class Model:
         return torch.from_numpy(out)
 
     @overload
-    def generate(
+    def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts too; the first match counts
         self,
         prompt: str | Sequence[int],
         suffix: str | None = ...,
@@ -142,9 +150,22 @@ class Model:
         **sampling: Unpack[SamplingArguments],
     ) -> Iterator[Piece]: ...
 
+    @overload
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Sequence[str] | Sequence[Sequence[int]],
+        suffix: str | None = ...,
+        *,
+        max_new_tokens: int = ...,
+        stop: str | Sequence[str] = ...,
+        logprobs: int = ...,
+        stream: Literal[False] = ...,
+        **sampling: Unpack[SamplingArguments],
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
         suffix: str | None = None,
         *,
         max_new_tokens: int = 128,
@@ -166,8 +187,11 @@ class Model:
         penalty_window: int = 64,
         logit_bias: Mapping[int, float] | None = None,
         samplers: str | Sequence[str] = SAMPLERS,
-    ) -> Completion | Iterator[Piece]:
+    ) -> Completion | Iterator[Piece] | list[Completion]:
         """Continue a prompt (text, or token ids), or fill the hole between it and `suffix`.
+
+        A list of prompts gives a list of completions, in order: they share the engine's steps, and each is what its
+        prompt gives alone with the same options, `suffix` and `seed` among them.
 
         `max_new_tokens` and `logprobs` count tokens; `SamplingOptions` says what the other options do. With
         `stream=True` an iterator of pieces whose texts, joined, are the completion's; the last piece carries the
@@ -193,21 +217,16 @@ class Model:
             samplers=samplers,
         )
         check_tokens(logit_bias or {}, self.vocab_size)
-        stop_ids, dropped = self.tokenizer.stop_ids, 0
-        if suffix is not None:
-            if not isinstance(prompt, str):
-                raise InvalidContentError("a suffix needs the prompt as text; found token ids.")
-            ids, dropped = infill.infill_prompt(
-                self.tokenizer, prompt, suffix, budget=infill.infill_budget(self.context_length, max_new_tokens)
-            )
-            stop_ids = stop_ids | self.tokenizer.infill_stop_ids
-        else:
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
-            if isinstance(prompt, str) and self.tokenizer.add_bos and self.tokenizer.bos_id is not None:
-                ids = [self.tokenizer.bos_id, *ids]
-        began = time.perf_counter()
-        self.engine.prepare()
-        self.load_s += time.perf_counter() - began
+        check_limits(max_new_tokens, logprobs=logprobs)
+        if _is_batch(prompt):
+            if stream:
+                raise UsageError(
+                    f"stream=True gives the pieces of one prompt; {len(prompt)} were given in a list.",
+                    hint="Leave stream out, or call generate once a prompt.",
+                )
+            return self._generate_batch(prompt, suffix, max_new_tokens, options, stop, logprobs)
+        ids, stop_ids, dropped = self._prompt(prompt, suffix, max_new_tokens)
+        self._prepare()
         # One cache waits between calls. A call that begins while another still streams gets its own.
         cache, self._idle_cache = self._idle_cache or self.engine.new_cache(), None
         pieces = generate(
@@ -224,6 +243,59 @@ class Model:
         )
         pieces = self._returning(cache, pieces, dropped)
         return pieces if stream else last_piece(pieces)
+
+    def _generate_batch(
+        self,
+        prompts: Sequence[Any],
+        suffix: str | None,
+        max_new_tokens: int,
+        options: SamplingOptions,
+        stop: str | Sequence[str],
+        logprobs: int,
+    ) -> list[Completion]:
+        made = []
+        for i, prompt in enumerate(prompts):
+            try:
+                made.append(self._prompt(prompt, suffix, max_new_tokens))
+            except StarscopeError as error:
+                raise of_prompt(i, error) from None
+        self._prepare()
+        completions = generate_batch(
+            self.engine,
+            self.tokenizer,
+            [ids for ids, _, _ in made],
+            max_new_tokens=max_new_tokens,
+            options=options,
+            stop=stop,
+            stop_ids=made[0][1],
+            logprobs=logprobs,
+            load_s=self.load_s,
+        )
+        return [
+            replace(completion, dropped_tokens=dropped)
+            for completion, (_, _, dropped) in zip(completions, made, strict=True)
+        ]
+
+    def _prompt(self, prompt: Any, suffix: str | None, max_new_tokens: int) -> tuple[list[int], frozenset[int], int]:
+        """A prompt's ids, the tokens that end its text, and how many tokens around the hole were left out."""
+        if suffix is not None:
+            if not isinstance(prompt, str):
+                raise InvalidContentError("a suffix needs the prompt as text; found token ids.")
+            made = infill.infill_prompt(
+                self.tokenizer, prompt, suffix, budget=infill.infill_budget(self.context_length, max_new_tokens)
+            )
+            return made.ids, self.tokenizer.stop_ids | self.tokenizer.infill_stop_ids, made.dropped
+        if not isinstance(prompt, str):
+            return _token_ids(prompt, self.vocab_size), self.tokenizer.stop_ids, 0
+        ids = self.tokenizer.encode(prompt)
+        if self.tokenizer.add_bos and self.tokenizer.bos_id is not None:
+            ids = [self.tokenizer.bos_id, *ids]
+        return ids, self.tokenizer.stop_ids, 0
+
+    def _prepare(self) -> None:
+        began = time.perf_counter()
+        self.engine.prepare()
+        self.load_s += time.perf_counter() - began
 
     def _returning(self, cache: Cache, pieces: Iterator[Piece], dropped: int) -> Iterator[Piece]:
         try:
@@ -322,14 +394,25 @@ def _open_folder(path: Path) -> Opened:
     return mapped.family, mapped.hparams, weights, tokenizer, list(mapped.notes)
 
 
-def _token_ids(prompt: Any) -> list[int]:
-    """A prompt of token ids; InvalidContentError for anything else, bytes too."""
+def _is_batch(prompt: Any) -> TypeGuard[Sequence[Any]]:
+    """Whether several prompts were given: a list with a text or a list in it."""
+    return isinstance(prompt, (list, tuple)) and any(isinstance(one, (str, list, tuple, np.ndarray)) for one in prompt)
+
+
+def _token_ids(prompt: Any, vocab_size: int) -> list[int]:
+    """A prompt of token ids; InvalidContentError for anything else, bytes too, and for ids out of range."""
     try:
         if isinstance(prompt, (bytes, bytearray)):
             raise TypeError
-        return [operator.index(i) for i in prompt]
+        ids = [operator.index(i) for i in prompt]
     except TypeError:
-        raise InvalidContentError(f"a prompt is {type(prompt).__name__}; expected text or token ids.") from None
+        raise InvalidContentError(
+            f"a prompt is {type(prompt).__name__}; expected text or token ids, or a list of prompts."
+        ) from None
+    for i in ids:
+        if not 0 <= i < vocab_size:
+            raise InvalidContentError(f"token id {i} is out of range; expected 0 to {vocab_size - 1}.")
+    return ids
 
 
 def _sequences(ids: Any) -> list[Array]:
