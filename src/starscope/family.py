@@ -13,18 +13,35 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from starscope.checkpoint.bookkeeping import BOOKKEEPING
+from starscope.checkpoint.content import WORDS, cut, is_of, short, typed
 from starscope.errors import CheckpointError, GGUFError, StarscopeError, UnsupportedError
 from starscope.gguf import format as gguf_format
 
 if TYPE_CHECKING:
     from starscope.checkpoint import CheckpointTensor
     from starscope.gguf.reader import GGUFFile
+
+ARCHITECTURE_KEY, TOKENS_KEY = "general.architecture", "tokenizer.ggml.tokens"
+REDUNDANT_KEYS = {  # keys that some writers add under the architecture's prefix -> what they have to say
+    "vocab_size": "vocab_size",
+    "attention.key_length": "qk_head_dim",
+    "attention.value_length": "head_dim",
+}
+LARGEST = {
+    "num_layers": 512,
+    **dict.fromkeys(
+        ("hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "context_length", "vocab_size"), 2**31 - 1
+    ),
+}
+MOST_LISTED = 5  # unknown keys in a message
 
 Config = Mapping[str, Any]
 Scalar = int | float | str | bool
@@ -124,11 +141,12 @@ class Family:
     title: str
     gguf_architecture: str
     hf_architectures: tuple[str, ...]
+    hf_model_types: tuple[str, ...]
     hparams: Sequence[HParam]
     derived: Mapping[str, Callable[[HParams], Any]]
     tensors: Sequence[Tensor]
     record: Callable[[Any], None]
-    refused: Mapping[str, tuple[Callable[[Any], bool], str]]
+    refused: Mapping[str, tuple[bool | Callable[[Any], bool], str]]  # by key: the refused value, or a test; why
     ignored: Mapping[str, str]
     ignored_tensors: Sequence[str]
     default_pre_tokenizer: str
@@ -193,42 +211,6 @@ def _evaluate(expression: str, hp: HParams) -> int:
     return total
 
 
-# Keys that transformers writes into any config and that change nothing about the arithmetic.
-BOOKKEEPING = {
-    key: reason
-    for keys, reason in (
-        (
-            "architectures model_type _name_or_path transformers_version auto_map torchscript use_bfloat16 "
-            "tf_legacy_loss problem_type chunk_size_feed_forward pruned_heads task_specific_params finetuning_task",
-            "it names the class or the library that wrote the config",
-        ),
-        ("torch_dtype dtype", "the weight files say themselves how they are stored"),
-        (
-            "use_cache _attn_implementation attn_implementation _attn_implementation_autoset",
-            "it chooses an implementation of the same arithmetic",
-        ),
-        (
-            "output_hidden_states output_attentions output_scores return_dict return_dict_in_generate",
-            "it asks for additional outputs",
-        ),
-        (
-            "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature "
-            "top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size num_return_sequences "
-            "encoder_no_repeat_ngram_size bad_words_ids forced_bos_token_id forced_eos_token_id remove_invalid_values "
-            "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens prefix",
-            "generation has its own options",
-        ),
-        (
-            "id2label label2id num_labels decoder_start_token_id tie_encoder_decoder sep_token_id "
-            "cross_attention_hidden_size is_decoder",
-            "it belongs to classification heads or to encoder-decoder models",
-        ),
-        ("bos_token_id eos_token_id pad_token_id unk_token_id tokenizer_class", "the tokenizer reads it"),
-    )
-    for key in keys.split()
-}
-
-
 def all_families() -> dict[str, Family]:
     """Every family in `families/`, by name. Adding a file there is all it takes to be listed."""
     package = importlib.import_module("starscope.families")
@@ -241,16 +223,25 @@ def all_families() -> dict[str, Family]:
 
 
 def find_family_for_config(config: Config) -> Family:
-    """The family of a Hugging Face config. UnsupportedError names what was found and what is supported."""
+    """The family of a Hugging Face config. UnsupportedError names what was found and what is supported.
+
+    CheckpointError when the two keys that name it are of another type or contradict each other.
+    """
     found = config.get("architectures")
-    found = list(found) if isinstance(found, (list, tuple)) else []
+    if found is not None and not (isinstance(found, list) and all(isinstance(name, str) for name in found)):
+        raise CheckpointError(f"config.json: architectures is {short(found)}; expected a list of class names.")
+    model_type = typed(config, "model_type", str, "config.json")
     for family in all_families().values():
-        if any(name in family.hf_architectures for name in found):
-            return family
-        if not found and config.get("model_type") == family.name:
+        named = next((name for name in found or () if name in family.hf_architectures), None)
+        if named and model_type is not None and model_type not in family.hf_model_types:
+            expected = " or ".join(family.hf_model_types)
+            raise CheckpointError(
+                f"config.json: model_type is {short(model_type)}; expected {expected} for the architecture {named}."
+            )
+        if named or (not found and model_type == family.name):
             return family
     known = ", ".join(name for family in all_families().values() for name in family.hf_architectures)
-    what = ", ".join(map(str, found)) or f"no architecture (model_type {config.get('model_type')!r})"
+    what = cut(", ".join(found)) if found else f"no architecture (model_type {short(model_type)})"
     raise UnsupportedError(f"config.json says {what}; supported: {known}.")
 
 
@@ -260,25 +251,38 @@ def find_family_for_gguf(architecture: str) -> Family:
         if family.gguf_architecture == architecture:
             return family
     known = ", ".join(family.gguf_architecture for family in all_families().values())
-    raise UnsupportedError(f"general.architecture is {architecture!r}; supported: {known}.")
+    raise UnsupportedError(f"general.architecture is {short(architecture)}; supported: {known}.")
+
+
+def find_family_of_file(file: GGUFFile) -> Family:
+    """The family of a GGUF file; GGUFError when it names no architecture, UnsupportedError for one that is not here."""
+    value = file.metadata.get(ARCHITECTURE_KEY)
+    if value is None:
+        raise GGUFError(f"{file.path} has no {ARCHITECTURE_KEY}; expected the name of one.")
+    if not isinstance(value.data, str):
+        raise GGUFError(f"{file.path}: {ARCHITECTURE_KEY} is {short(value)}; expected a text.")
+    return find_family_for_gguf(value.data)
 
 
 def find_family(name: str) -> Family:
     """The family of that name."""
     families = all_families()
     if name not in families:
-        raise UnsupportedError(f"no family is called {name!r}; there are: {', '.join(families)}.")
+        raise UnsupportedError(f"no family is called {short(name)}; there are: {', '.join(families)}.")
     return families[name]
 
 
-def make_hparams(family: Family, values: Mapping[str, Any]) -> HParams:
-    """Hyperparameters from the values of the HPARAMS table: derived ones added, ranges checked."""
+def make_hparams(family: Family, values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> HParams:
+    """Hyperparameters from the values of the HPARAMS table: derived ones added, ranges checked.
+
+    `names` gives the keys that the values were read from, for messages.
+    """
     hp = HParams(values)
-    for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "context_length"):
-        if not 0 < hp[name] < 2**31:
-            raise CheckpointError(f"{name} is {hp[name]}; expected a positive number.")
-    if hp.num_layers > 512:
-        raise CheckpointError(f"num_layers is {hp.num_layers}; expected at most 512.")
+    for name, most in LARGEST.items():
+        if name in hp and not 0 < hp[name] <= most:
+            key = (names or {}).get(name, name)
+            what = "" if key == name else f" for {name}"
+            raise CheckpointError(f"{key} is {short(hp[name])}; expected 1 to {most}{what}.")
     if hp.hidden_size % hp.num_heads or hp.num_heads % hp.num_kv_heads:
         raise CheckpointError(
             f"hidden_size {hp.hidden_size}, num_heads {hp.num_heads}, num_kv_heads {hp.num_kv_heads}: "
@@ -299,23 +303,26 @@ def read_config(
     `allow_unknown` names it. `vocab_size` is used when the config has none.
     """
     read = {key for row in family.hparams for key in ((row.hf,) if isinstance(row.hf, str) else row.reads)}
-    unknown = [
-        k
-        for k in config
-        if k not in read and k not in BOOKKEEPING and k not in family.ignored and k not in family.refused
-    ]
-    unknown = [key for key in unknown if key not in allow_unknown]
+    known = (read, BOOKKEEPING, family.ignored, family.refused, allow_unknown)
+    unknown = [key for key in config if not any(key in keys for keys in known)]
     if unknown:
-        listed = ", ".join(f"{key} = {config[key]!r}" for key in unknown)
+        listed = ", ".join(f"{cut(key)} = {short(config[key])}" for key in unknown[:MOST_LISTED])
+        more = f" and {len(unknown) - MOST_LISTED} more" if len(unknown) > MOST_LISTED else ""
         raise UnsupportedError(
-            f"config.json has keys that {family.name} does not know: {listed}.",
+            f"config.json has keys that {family.name} does not know: {listed}{more}.",
             hint="If you are sure that they change nothing, allow each by name (--allow-key KEY).",
         )
-    for key, (is_refused, reason) in family.refused.items():
-        if key in config and is_refused(config[key]):
-            raise UnsupportedError(f"config.json has {key} = {config[key]!r}: {reason}.")
+    for key, (refused, reason) in family.refused.items():
+        value = config.get(key)
+        if isinstance(refused, bool):
+            is_refused = key in config and bool(typed(config, key, bool, "config.json")) == refused
+        else:
+            is_refused = key in config and refused(value)
+        if is_refused:
+            raise UnsupportedError(f"config.json has {key} = {short(value)}: {reason}.")
     config = {**config} if vocab_size is None or "vocab_size" in config else {**config, "vocab_size": vocab_size}
     values: dict[str, Any] = {}
+    names = {row.name: row.hf for row in family.hparams if isinstance(row.hf, str)}
     for row in family.hparams:
         try:
             value = config.get(row.hf) if isinstance(row.hf, str) else row.hf(config)
@@ -323,29 +330,38 @@ def read_config(
             raise CheckpointError(
                 f"config.json has no {missing.args[0]!r}; {family.name} needs it for {row.name}."
             ) from None
-        except TypeError:
-            found = ", ".join(f"{key} = {config.get(key)!r}" for key in row.reads)
-            raise CheckpointError(f"config.json has {found}; expected numbers, to find {row.name}.") from None
-        key = row.hf if isinstance(row.hf, str) else row.name
-        values[row.name] = _checked(row, value, f"config.json: {key}", CheckpointError)
-    return make_hparams(family, values)
+        values[row.name] = _checked(row, value, f"config.json: {names.get(row.name, row.name)}", CheckpointError)
+    try:
+        return make_hparams(family, values, names)
+    except CheckpointError as error:
+        raise CheckpointError(f"config.json: {error.message}", hint=error.hint) from None
 
 
 def hparams_from_metadata(family: Family, file: GGUFFile) -> HParams:
-    """Hyperparameters of a GGUF file. The vocabulary's size is the number of rows of the token embedding."""
+    """Hyperparameters of a GGUF file. The vocabulary's size is the number of rows of the token embedding.
+
+    GGUFError for what is missing, of another type or out of range, and for keys that contradict the rest.
+    """
     values: dict[str, Any] = {}
+    names: dict[str, str] = {}
     for row in family.hparams:
         if row.name == "vocab_size":
             values["vocab_size"] = _vocab_size(family, file)
             continue
         keys = [f"{family.gguf_architecture}.{key}" for key in (*row.also, row.gguf) if key]
-        present = [key for key in keys if key in file.metadata]
-        value = file.get(present[0]) if present else None
-        values[row.name] = _checked(row, value, present[0] if present else keys[-1], GGUFError)
+        names[row.name] = next((key for key in keys if key in file.metadata), keys[-1])
+        value = file.get(names[row.name])
+        values[row.name] = _checked(row, value, f"{file.path}: {names[row.name]}", GGUFError)
     try:
-        return make_hparams(family, values)
+        hp = make_hparams(family, values, names)
     except CheckpointError as error:
-        raise GGUFError(f"{file.path}: {error}") from None
+        raise GGUFError(f"{file.path}: {error.message}") from None
+    for key, name in REDUNDANT_KEYS.items():
+        value = file.metadata.get(f"{family.gguf_architecture}.{key}")
+        if value is not None and (not is_of(value.data, int) or value.data != hp[name]):
+            what = f"{family.gguf_architecture}.{key} is {short(value.data)}"
+            raise GGUFError(f"{file.path}: {what}; expected {hp[name]}, which is what the rest of the file says.")
+    return hp
 
 
 def _vocab_size(family: Family, file: GGUFFile) -> int:
@@ -353,13 +369,15 @@ def _vocab_size(family: Family, file: GGUFFile) -> int:
     info = file.tensors.get(f"{embedding.gguf}.weight")
     if info is not None:
         return info.shape[0]
-    tokens = file.get("tokenizer.ggml.tokens")
+    tokens = file.metadata.get(TOKENS_KEY)
     if tokens is None:
         raise GGUFError(
-            f"{file.path} has neither {embedding.gguf}.weight nor tokenizer.ggml.tokens; "
+            f"{file.path} has neither {embedding.gguf}.weight nor {TOKENS_KEY}; "
             "one is needed for the vocabulary's size."
         )
-    return len(tokens)
+    if tokens.element_type is None:
+        raise GGUFError(f"{file.path}: {TOKENS_KEY} is {short(tokens)}; expected an array of texts.")
+    return tokens.count
 
 
 def metadata_from_hparams(family: Family, hp: HParams) -> dict[str, gguf_format.Value]:
@@ -380,14 +398,13 @@ def _checked(row: HParam, value: Any, where: str, error: type[CheckpointError] |
         if row.default is None:
             raise error(f"{where} is missing; expected a value for {row.name}.")
         value = row.default
+    if not is_of(value, row.kind):
+        raise error(f"{where} is {short(value)}; expected {WORDS[row.kind]} for {row.name}.")
     if row.choices is not None:
         if value not in row.choices:
-            raise UnsupportedError(f"{where} is {value!r}; supported: {', '.join(row.choices)}.")
+            raise UnsupportedError(f"{where} is {short(value)}; supported: {', '.join(row.choices)}.")
         return row.choices[value]
-    accepted = (int, float) if row.kind is float else (row.kind,)
-    if not isinstance(value, accepted) or (isinstance(value, bool) and row.kind is not bool):
-        raise error(f"{where} is {value!r}; expected {row.kind.__name__} for {row.name}.")
-    if isinstance(value, float) and not np.isfinite(value):
-        raise error(f"{where} is {value}; expected a finite number for {row.name}.")
+    if row.kind is float and not abs(value) <= sys.float_info.max:  # NaN too, and whole numbers that no float holds
+        raise error(f"{where} is {short(value)}; expected a finite number for {row.name}.")
     result: Scalar = row.kind(value)
     return result

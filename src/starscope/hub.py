@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import fnmatch
 import glob
-import json
 import os
 import re
 import sys
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from starscope.checkpoint import INDEX, SINGLE
+from starscope.checkpoint import KINDS, read_json
 from starscope.errors import DoesNotFitError, InputError, OfflineError, OutputError, StarscopeError, UsageError
 
 MAIN = "main"
@@ -32,10 +31,6 @@ DEFAULT_TYPES = ("Q4_K_M", "Q8_0")
 OFFLINE_FLAGS = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 TIMEOUT_S = 10.0
 FILE_ENDS = (".gguf", ".safetensors", ".bin", ".json")  # a name that ends so is a path
-WEIGHTS = (  # one file, or an index with its shards; the first form that is there
-    (SINGLE, INDEX, "model-*-of-*.safetensors"),
-    ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*-of-*.bin"),
-)
 BESIDE = ("*.json", "merges.txt", "*.jinja", "README.md")  # config, tokenizer, licence
 TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 
@@ -142,13 +137,14 @@ def _whole_ggufs(files: Sequence[str]) -> list[list[str]]:
 def choose_folder(name: HubName, files: Sequence[str]) -> list[str]:
     """config.json, what lies beside it for a person and a tokenizer, and one form of the weights."""
     beside = choose_config(name, files)
-    for single, index, shards in WEIGHTS:
-        if single in files:
-            return [*beside, single]
-        if index in files:
-            return [*beside, index, *fnmatch.filter(files, shards)]
+    for kind in KINDS:  # one file, or an index with its shards; the first form that is there
+        if kind.single in files:
+            return [*beside, kind.single]
+        if kind.index in files:
+            return [*beside, kind.index, *fnmatch.filter(files, kind.shards)]
+    expected = " or ".join(kind.single for kind in KINDS)
     raise InputError(
-        f"{name} has config.json and no weights; expected {SINGLE} or {INDEX}; it has {_listed(files)}.",
+        f"{name} has config.json and no weights; expected {expected}, whole or in shards; it has {_listed(files)}.",
         hint="Give a repository that holds a whole checkpoint.",
     )
 
@@ -160,7 +156,7 @@ def choose_config(name: HubName, files: Sequence[str]) -> list[str]:
             f"{name} has neither a GGUF file nor config.json; it has {_listed(files) or 'no files'}.",
             hint="Give a repository that holds a model.",
         )
-    indexes = {index for _, index, _ in WEIGHTS}
+    indexes = {kind.index for kind in KINDS}
     return [
         "config.json",
         *(
@@ -247,11 +243,11 @@ def _is_whole(folder: Path, chosen: Sequence[str]) -> bool:
         return True
     if not any(all(name in chosen for name in names) for names in TOKENIZERS):
         return False
-    for _, index, _ in WEIGHTS:
-        if index in chosen:
-            with suppress(OSError, ValueError, AttributeError, KeyError):  # the checkpoint's reader says what is wrong
-                shards = json.loads((folder / index).read_bytes())["weight_map"].values()
-                return all(isinstance(shard, str) and shard in chosen for shard in shards)
+    for kind in KINDS:
+        if kind.index in chosen:
+            with suppress(StarscopeError):  # the checkpoint's reader says what is wrong
+                shards = read_json(folder / kind.index).get("weight_map")
+                return not isinstance(shards, dict) or all(shard in chosen for shard in shards.values())
     return True
 
 

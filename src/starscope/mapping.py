@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from starscope.checkpoint import Checkpoint, CheckpointTensor
+from starscope.checkpoint.content import cut, switch
 from starscope.errors import CheckpointError
 from starscope.family import Family, HParams, Slot, find_family_for_config, read_config
 from starscope.formats import Bytes, Floats, decode
@@ -123,6 +125,24 @@ def map_checkpoint(checkpoint: Checkpoint, allow_unknown: Sequence[str] = ()) ->
     return MappedCheckpoint(family, hp, tensors, tuple(notes))
 
 
+def checkpoint_hparams(family: Family, checkpoint: Checkpoint) -> HParams:
+    """The sizes of a folder from its headers alone; without vocab_size in the config, the rows of the embedding."""
+    rows = _embedding_rows(family, _as_the_table_has_them(family, checkpoint))
+    return read_config(family, checkpoint.config, vocab_size=rows)
+
+
+def count_parameters(family: Family, checkpoint: Checkpoint, hp: HParams) -> int:
+    """The values of the family's tensors in a folder, from its headers alone.
+
+    Other tensors (causal masks) are left out, and so is a head beside the embedding that the config says it is.
+    """
+    stored, slots = _as_the_table_has_them(family, checkpoint), family.slots(hp)
+    spellings = {slot.name: slot.hf for slot in slots}
+    says_tied = _says_tied(checkpoint)
+    copies = {slot.hf for slot in slots if says_tied and slot.tied_to and spellings[slot.tied_to] in stored}
+    return sum(prod(stored[slot.hf].shape) for slot in slots if slot.hf in stored and slot.hf not in copies)
+
+
 def _as_the_table_has_them(family: Family, checkpoint: Checkpoint) -> Mapping[str, CheckpointTensor]:
     """The stored tensors under the names and in the layout of the family's table."""
     found = checkpoint.config.get("architectures")
@@ -139,12 +159,16 @@ def _embedding_rows(family: Family, stored: Mapping[str, CheckpointTensor]) -> i
     return found[0].shape[0] if found and found[0].shape else None
 
 
+def _says_tied(checkpoint: Checkpoint) -> bool:
+    return switch(checkpoint.config, TIE_KEY, True, f"{checkpoint.folder / 'config.json'}")
+
+
 def _settle_tie(checkpoint: Checkpoint, slot: Slot, other: Slot, chosen: dict[str, CheckpointTensor]) -> list[str]:
     """Decide whether `slot` (the head) is its own tensor or `other` (the embedding); a contradiction is an error.
 
     Equal tensors become one; a tensor that is missing is the other where the config says tied (as it does by default).
     """
-    folder, says_tied = checkpoint.folder, bool(checkpoint.config.get(TIE_KEY, True))
+    folder, says_tied = checkpoint.folder, _says_tied(checkpoint)
     if slot.name in chosen and other.name in chosen:
         if _are_equal(chosen[slot.name], chosen[other.name]):
             del chosen[slot.name]
@@ -214,10 +238,10 @@ def _check_shape(checkpoint: Checkpoint, slot: Slot, stored: CheckpointTensor, h
     found, expected = (" ".join(map(str, shape)) for shape in (stored.shape, slot.shape))
     sizes = ", ".join(f"{name} {value}" for name, value in hp.items() if type(value) is int)
     raise CheckpointError(
-        f"{checkpoint.folder}: {stored.name} is [{found}]; expected [{expected}] from config.json ({sizes})."
+        f"{checkpoint.folder}: {cut(stored.name)} is [{cut(found)}]; expected [{expected}] from config.json ({sizes})."
     )
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:
     rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+    return ", ".join(map(cut, names[:most])) + rest

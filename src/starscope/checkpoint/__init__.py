@@ -9,8 +9,7 @@ that a model of any size passes through a few megabytes of memory:
 
 from starscope.checkpoint.files import WeightFile as WeightFile
 from starscope.checkpoint.files import read_json as read_json
-from starscope.checkpoint.folder import INDEX as INDEX
-from starscope.checkpoint.folder import SINGLE as SINGLE
+from starscope.checkpoint.folder import KINDS as KINDS
 from starscope.checkpoint.folder import Checkpoint as Checkpoint
 from starscope.checkpoint.folder import open_checkpoint as open_checkpoint
 from starscope.checkpoint.folder import parse_front_matter as parse_front_matter

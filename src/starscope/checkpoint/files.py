@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -9,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from starscope.checkpoint.content import cut, short
 from starscope.errors import CheckpointError, InputError
 
 LFS_POINTER = b"version https://git-lfs.github.com/"  # how the stand-in of a file that was not fetched begins
@@ -53,11 +55,25 @@ def open_regular(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+        raise InputError(f"{path} {unreadable(path, error)}.") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise InputError(f"{path} is not a regular file.")
     return fd
+
+
+def unreadable(path: Path, error: OSError) -> str:
+    """What is the matter with a file or folder that cannot be opened, as the rest of a sentence."""
+    if error.errno == errno.ELOOP:
+        return "is a link that leads back to itself"
+    if error.errno == errno.ENOENT and os.path.islink(path):
+        return f"is a link to {cut(os.readlink(path))}, which does not exist"
+    return f"cannot be read: {error.strerror}"
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is anything of this name: a link to what is gone is an error to report, not an absent file."""
+    return os.path.lexists(path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -78,7 +94,7 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
             twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-            raise CheckpointError(f"{where} says {twice!r} twice.")
+            raise CheckpointError(f"{where} says {short(twice)} twice.")
         return found
 
     try:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from starscope.checkpoint.files import open_regular, read_bytes, read_json
+from starscope.checkpoint.content import cut, short
+from starscope.checkpoint.files import is_there, open_regular, read_bytes, read_json, unreadable
 from starscope.checkpoint.safetensors import read_safetensors
 from starscope.checkpoint.tensor import StoredTensor
 from starscope.checkpoint.torch_bin import read_torch_bin
 from starscope.errors import CheckpointError, InputError, UnsupportedError
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 OTHER_WEIGHTS = {
     "tf_model.h5": "TensorFlow weights (tf_model.h5)",
     "flax_model*.msgpack": "Flax weights (flax_model*.msgpack)",
@@ -44,7 +43,7 @@ class Kind:
 
 
 KINDS = (  # the first that is there is taken
-    Kind(SINGLE, INDEX, "model-*-of-*.safetensors", read_safetensors),
+    Kind("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors", read_safetensors),
     Kind("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*-of-*.bin", read_torch_bin),
 )
 
@@ -86,7 +85,7 @@ def open_checkpoint(folder: str | os.PathLike[str], *, weights: bool = True) -> 
     """
     folder = Path(folder)
     _check_is_folder(folder)
-    if not os.path.isfile(folder / "config.json"):
+    if not is_there(folder / "config.json"):
         gguf = sorted(path.name for path in folder.glob("*.gguf"))
         raise InputError(
             f"{folder} has no config.json.",
@@ -94,7 +93,7 @@ def open_checkpoint(folder: str | os.PathLike[str], *, weights: bool = True) -> 
         )
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
-    generation_config = read_json(generation) if os.path.isfile(generation) else None
+    generation_config = read_json(generation) if is_there(generation) else None
     return Checkpoint(folder, config, generation_config, _open_weights(folder) if weights else {})
 
 
@@ -123,11 +122,12 @@ def _check_is_folder(folder: Path) -> None:
         if stat.S_ISDIR(os.stat(folder).st_mode):
             os.listdir(f"{folder}/.")  # fails when it may not be read or entered
             return
-    except FileNotFoundError:
-        raise InputError(f"{folder} does not exist.", hint=EXPECTED) from None
-    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{folder} cannot be read: {reason}.") from error
+    except OSError as error:
+        if not is_there(folder) and isinstance(error, FileNotFoundError):
+            raise InputError(f"{folder} does not exist.", hint=EXPECTED) from None
+        raise InputError(f"{folder} {unreadable(folder, error)}.") from error
+    except ValueError as error:  # a path with a zero byte
+        raise InputError(f"{folder} cannot be read: {error}.") from error
     with open(open_regular(folder), "rb") as file:
         is_gguf = file.read(4) == b"GGUF"
     if is_gguf:
@@ -146,9 +146,9 @@ def _open_weights(folder: Path) -> dict[str, StoredTensor]:
     Of one file or, as in transformers only when there is none, of the shards of an index.
     """
     for kind in KINDS:
-        if os.path.exists(folder / kind.single):
+        if is_there(folder / kind.single):
             return kind.read(folder / kind.single)
-        if os.path.exists(folder / kind.index):
+        if is_there(folder / kind.index):
             return _open_shards(folder, kind)
     for kind in KINDS:
         shards = sorted(path.name for path in folder.glob(kind.shards))
@@ -170,12 +170,14 @@ def _open_shards(folder: Path, kind: Kind) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{index} has no weight_map; expected tensor names with the shard that each is in.")
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or shard in ("", ".", "..") or "/" in shard or "\\" in shard or "\0" in shard:
-            raise CheckpointError(f"{index}: {name} is in {shard!r}; expected the plain name of a file beside it.")
+            raise CheckpointError(
+                f"{index}: {cut(name)} is in {short(shard)}; expected the plain name of a file beside it."
+            )
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not os.path.exists(folder / shard)]
     if missing:
         raise InputError(
-            f"{folder} has {len(shards) - len(missing)} of {len(shards)} shards; missing: {', '.join(missing)}.",
+            f"{folder} has {len(shards) - len(missing)} of {len(shards)} shards; missing: {_listed(missing)}.",
             hint="Download the rest.",
         )
     tensors: dict[str, StoredTensor] = {}
@@ -183,8 +185,12 @@ def _open_shards(folder: Path, kind: Kind) -> dict[str, StoredTensor]:
         found = kind.read(folder / shard)
         expected = {name for name, where in weight_map.items() if where == shard}
         for name in sorted(expected - set(found)):
-            raise CheckpointError(f"{folder / shard} has no {name}, which {kind.index} says is there.")
+            raise CheckpointError(f"{folder / shard} has no {cut(name)}, which {kind.index} says is there.")
         for name in sorted(set(found) - expected):
-            raise CheckpointError(f"{folder / shard} has {name}, which {kind.index} does not list there.")
+            raise CheckpointError(f"{folder / shard} has {cut(name)}, which {kind.index} does not list there.")
         tensors.update(found)
     return tensors
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(map(cut, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from starscope.checkpoint.content import cut, short
 from starscope.checkpoint.files import WeightFile
 from starscope.errors import CheckpointError, UnsupportedError
 from starscope.formats import Bytes, Floats, Format, decode, find_format
@@ -60,7 +61,7 @@ class CheckpointTensor(ABC):
         """The format that its bytes are in. UnsupportedError for a type that weights are not stored in."""
         if self.dtype not in STORED:
             known = ", ".join(STORED)
-            raise UnsupportedError(f"{self.path}: {self.name} is stored as {self.dtype}; supported: {known}.")
+            raise UnsupportedError(f"{self.path}: {cut(self.name)} is stored as {self.dtype}; supported: {known}.")
         return find_format(self.dtype)
 
     @abstractmethod
@@ -110,7 +111,9 @@ class StoredTensor(CheckpointTensor):
 
     def transposed(self) -> StoredTensor:
         if len(self.shape) != 2:
-            raise CheckpointError(f"{self.path}: {self.name} has shape {list(self.shape)}; expected a matrix.")
+            raise CheckpointError(
+                f"{self.path}: {cut(self.name)} has shape {short(list(self.shape))}; expected a matrix."
+            )
         rows, columns = self.shape
         by_row, by_column = self.strides or (columns, 1)
         return view(replace(self, shape=(columns, rows)), (by_column, by_row))
@@ -142,7 +145,7 @@ class JoinedTensor(CheckpointTensor):
         return self.parts[0].path
 
     def transposed(self) -> CheckpointTensor:
-        raise CheckpointError(f"{self.path}: {self.name} is joined from several tensors; expected one of them.")
+        raise CheckpointError(f"{self.path}: {cut(self.name)} is joined from several tensors; expected one of them.")
 
     def _fill(self, raw: Bytes, start: int, stop: int) -> None:
         done = first = 0
@@ -163,8 +166,9 @@ def view(tensor: StoredTensor, strides: Sequence[int]) -> StoredTensor:
     by_row, by_column = strides if len(tensor.shape) == 2 else (0, 0)
     wide, turned = by_column == 1 and by_row >= tensor.shape[-1], by_row == 1 and by_column >= tensor.shape[0]
     if not wide and not turned:
+        found = f"{cut(tensor.name)} of shape {short(list(tensor.shape))} is stored with strides {short(list(strides))}"
         raise UnsupportedError(
-            f"{tensor.path}: {tensor.name} of shape {list(tensor.shape)} is stored with strides {list(strides)}.",
+            f"{tensor.path}: {found}.",
             hint="Supported: whole tensors, matrices turned over or cut from wider rows. Save .contiguous() tensors.",
         )
     return replace(tensor, strides=(by_row, by_column))
@@ -175,6 +179,8 @@ def join(name: str, parts: Sequence[CheckpointTensor]) -> JoinedTensor:
     first = parts[0]
     for part in parts[1:]:
         if part.dtype != first.dtype or part.shape[1:] != first.shape[1:] or not part.shape or not first.shape:
-            one, other = (f"{tensor.name} is {tensor.dtype} {list(tensor.shape)}" for tensor in (first, part))
+            one, other = (
+                f"{cut(tensor.name)} is {tensor.dtype} {short(list(tensor.shape))}" for tensor in (first, part)
+            )
             raise CheckpointError(f"{first.path}: {one} and {other}; expected one type and rows of one size.")
     return JoinedTensor(name, first.dtype, (sum(part.shape[0] for part in parts), *first.shape[1:]), tuple(parts))

@@ -13,6 +13,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from starscope.checkpoint.content import cut, short
 from starscope.checkpoint.files import WeightFile
 from starscope.checkpoint.tensor import DTYPE_BITS, StoredTensor, view
 from starscope.checkpoint.unpickler import PICKLE_LIMIT, View, read_state_dict
@@ -58,10 +59,10 @@ def read_torch_bin(path: Path) -> dict[str, StoredTensor]:
 
 def _place(file: WeightFile, name: str, tensor: View, folder: str, entries: dict[str, Entry]) -> StoredTensor:
     """The tensor in the bytes of its storage, which must be there and hold all of it."""
-    where, storage = f"{file.path}: {name}", tensor.storage
+    where, storage = f"{file.path}: {cut(name)}", tensor.storage
     entry = entries.get(f"{folder}/data/{storage.key}")
     if entry is None:
-        raise CheckpointError(f"{where} is in storage {storage.key!r}, which the file does not have.")
+        raise CheckpointError(f"{where} is in storage {short(storage.key)}, which the file does not have.")
     itemsize = DTYPE_BITS[storage.dtype] // 8
     if entry.size != storage.size * itemsize:
         expected = f"{storage.size * itemsize} for {storage.size} of {storage.dtype}"
@@ -131,9 +132,11 @@ def _read_entries(file: WeightFile) -> dict[str, Entry]:
         name = _checked_name(file, raw_name)
         if method or packed != length or flags & ENCRYPTED:
             how = "encrypted" if flags & ENCRYPTED else "compressed"
-            raise UnsupportedError(f"{file.path}: {name} is {how}; torch.save stores entries as they are.", hint=RESAVE)
+            raise UnsupportedError(
+                f"{file.path}: {cut(name)} is {how}; torch.save stores entries as they are.", hint=RESAVE
+            )
         if name in entries:
-            raise CheckpointError(f"{file.path} has {name} twice.")
+            raise CheckpointError(f"{file.path} has {cut(name)} twice.")
         length, _, offset = _large_sizes(file, name, (length, packed, offset), extra)
         entries[name] = Entry(_find_data(file, name, raw_name, offset, start), length)
     if at != size:
@@ -186,12 +189,12 @@ def _large_sizes(file: WeightFile, name: str, sizes: tuple[int, int, int], extra
     for value in sizes:
         if value == IS_LARGE:
             if len(field) < 8:
-                raise CheckpointError(f"{file.path}: {name} does not say where it is.", hint=AGAIN)
+                raise CheckpointError(f"{file.path}: {cut(name)} does not say where it is.", hint=AGAIN)
             value, field = int.from_bytes(field[:8], "little"), field[8:]
         found.append(value)
     if found[0] != found[1]:
         raise UnsupportedError(
-            f"{file.path}: {name} is compressed; torch.save stores entries as they are.", hint=RESAVE
+            f"{file.path}: {cut(name)} is compressed; torch.save stores entries as they are.", hint=RESAVE
         )
     return found
 
@@ -203,7 +206,7 @@ def _find_data(file: WeightFile, name: str, raw_name: bytes, offset: int, limit:
         signature, _, _, method, *_, n_name, n_extra = LOCAL.unpack_from(header)
         if (signature, method, n_name) == (b"PK\x03\x04", 0, len(raw_name)) and header[LOCAL.size :] == raw_name:
             return offset + len(header) + int(n_extra)
-    raise CheckpointError(f"{file.path}: {name} is not where the list of entries says.", hint=AGAIN)
+    raise CheckpointError(f"{file.path}: {cut(name)} is not where the list of entries says.", hint=AGAIN)
 
 
 def _check_places(file: WeightFile, entries: dict[str, Entry], limit: int) -> None:
@@ -211,7 +214,7 @@ def _check_places(file: WeightFile, entries: dict[str, Entry], limit: int) -> No
     at, before = 0, ""
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].size)):
         if entry.offset < at:
-            raise CheckpointError(f"{file.path}: {name} begins inside {before}.")
+            raise CheckpointError(f"{file.path}: {cut(name)} begins inside {cut(before)}.")
         at, before = entry.offset + entry.size, name
     if at > limit:
-        raise CheckpointError(f"{file.path}: {before} ends at byte {at}; expected at most {limit}.", hint=AGAIN)
+        raise CheckpointError(f"{file.path}: {cut(before)} ends at byte {at}; expected at most {limit}.", hint=AGAIN)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from starscope.checkpoint.content import short
 from starscope.errors import CheckpointError, UnsupportedError
 
 PICKLE_LIMIT = 16 << 20  # bytes; a model of a thousand tensors needs 200 KB
@@ -76,7 +77,7 @@ def read_state_dict(data: bytes, where: str) -> dict[str, View]:
         raise UnsupportedError(f"{where} holds a {_kind(found)}; expected a dict of tensors.", hint=RESAVE)
     for name, value in found.items():
         if not isinstance(value, View):
-            raise UnsupportedError(f"{where}: {name!r} is a {_kind(value)}; expected tensors alone.", hint=RESAVE)
+            raise UnsupportedError(f"{where}: {short(name)} is a {_kind(value)}; expected tensors alone.", hint=RESAVE)
     return found
 
 
@@ -209,7 +210,7 @@ class _Machine:
             if type(key) is not str:
                 raise UnsupportedError(f"{self.where} has a {_kind(key)} for a name; expected text.", hint=RESAVE)
             if key in table:
-                raise CheckpointError(f"{self.where} names {key!r} twice.")
+                raise CheckpointError(f"{self.where} names {short(key)} twice.")
             table[key] = value
 
     def find(self, module: Any, name: Any) -> Name:

@@ -9,12 +9,13 @@ queries, keys and values are rows of one fused projection. Learned positions, La
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from starscope.checkpoint import join
+from starscope.checkpoint.content import cut, short, switch, typed
 from starscope.errors import CheckpointError, UnsupportedError
 from starscope.family import Family, HParam, HParams, Tensor
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from starscope.gguf.reader import GGUFFile
     from starscope.graph import Edge, Recorder
 
+CONFIG = "config.json"
 GELUS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_pytorch_tanh",
@@ -35,7 +37,7 @@ HPARAMS = [
     HParam("context_length",    "context_length",                "n_positions", also=("max_position_embeddings",)),
     HParam("hidden_size",       "embedding_length",              "n_embd"),
     HParam("num_layers",        "block_count",                   "n_layer"),
-    HParam("intermediate_size", "feed_forward_length",           lambda c: c.get("n_inner") or 4 * c["n_embd"], reads=("n_inner", "n_embd")),
+    HParam("intermediate_size", "feed_forward_length",           lambda c: _intermediate_size(c), reads=("n_inner", "n_embd")),
     HParam("num_heads",         "attention.head_count",          "n_head"),
     HParam("num_kv_heads",      "attention.head_count_kv",       lambda c: _num_kv_heads(c), reads=("multi_query", "n_head", "n_head_kv", "num_key_value_heads", "attention_head_type")),
     HParam("norm_epsilon",      "attention.layer_norm_epsilon",  "layer_norm_epsilon", kind=float, default=1e-5),
@@ -49,11 +51,11 @@ DERIVED = {
     "kv_size": lambda hp: hp.num_kv_heads * (hp.hidden_size // hp.num_heads),
 }
 
-REFUSED = {
-    "add_cross_attention": (bool, "a GPT-BigCode model here is a decoder alone"),
-    "is_encoder_decoder": (bool, "a GPT-BigCode model here is a decoder alone"),
-    "scale_attn_by_inverse_layer_idx": (bool, "scores are scaled by 1/sqrt(head_dim) alone in every released model"),
-    "scale_attn_weights": (lambda value: not value, "scores are scaled by 1/sqrt(head_dim) in every released model"),
+REFUSED: dict[str, tuple[bool | Callable[[Any], bool], str]] = {
+    "add_cross_attention": (True, "a GPT-BigCode model here is a decoder alone"),
+    "is_encoder_decoder": (True, "a GPT-BigCode model here is a decoder alone"),
+    "scale_attn_by_inverse_layer_idx": (True, "scores are scaled by 1/sqrt(head_dim) alone in every released model"),
+    "scale_attn_weights": (False, "scores are scaled by 1/sqrt(head_dim) in every released model"),
     "quantization_config": (
         lambda value: value is not None,
         "the weights are already quantized by another library; convert the original checkpoint",
@@ -124,21 +126,37 @@ def block(g: Recorder, x: Edge) -> Edge:  # [rows hidden_size] -> the same
     return g.value("layer_output", g.add(x, g.value("mlp_output", g.linear(h, "mlp.down_proj"))))
 
 
+def _intermediate_size(config: Mapping[str, Any]) -> int:
+    """n_inner, or four times the width where it is null."""
+    inner = typed(config, "n_inner", int, CONFIG)
+    if inner is not None and inner < 1:
+        raise CheckpointError(f"{CONFIG}: n_inner is {short(inner)}; expected a positive number or null.")
+    return 4 * _width(config, "n_embd") if inner is None else inner
+
+
+def _width(config: Mapping[str, Any], key: str) -> int:
+    """A size that has to be there."""
+    size = typed(config, key, int, CONFIG)
+    if size is None:
+        raise KeyError(key)
+    return size
+
+
 def _num_kv_heads(config: Mapping[str, Any]) -> int:
     """One head, or as many as query heads when multi_query is false. Other keys may say it too, if they agree."""
-    said = {key: config[key] for key in ("n_head_kv", "num_key_value_heads") if config.get(key) is not None}
-    kind = config.get("attention_head_type")
+    found = {key: typed(config, key, int, CONFIG) for key in ("n_head_kv", "num_key_value_heads")}
+    said = {key: heads for key, heads in found.items() if heads is not None}
+    kind = typed(config, "attention_head_type", str, CONFIG)
     if kind is not None:
         if kind not in ("multiquery", "multihead"):
-            raise UnsupportedError(f"attention_head_type is {kind!r}; supported: multiquery, multihead.")
-        said["attention_head_type"] = 1 if kind == "multiquery" else config["n_head"]
+            raise UnsupportedError(f"{CONFIG}: attention_head_type is {short(kind)}; supported: multiquery, multihead.")
+        said["attention_head_type"] = 1 if kind == "multiquery" else _width(config, "n_head")
     if "multi_query" in config or not said:
-        said["multi_query"] = 1 if config.get("multi_query", True) else config["n_head"]
+        said["multi_query"] = 1 if switch(config, "multi_query", True, CONFIG) else _width(config, "n_head")
     if len(set(said.values())) > 1:
-        listed = ", ".join(f"{key} {heads}" for key, heads in said.items())
-        raise CheckpointError(f"config.json contradicts itself about the number of key heads: {listed}.")
-    heads: int = next(iter(said.values()))
-    return heads
+        listed = ", ".join(f"{key} {short(heads)}" for key, heads in said.items())
+        raise CheckpointError(f"{CONFIG} contradicts itself about the number of key heads: {listed}.")
+    return next(iter(said.values()))
 
 
 def _qkv_rows(hp: HParams) -> np.ndarray | None:
@@ -159,7 +177,7 @@ def _from_custom_gpt2(stored: Mapping[str, CheckpointTensor]) -> Mapping[str, Ch
         module, _, kind = name.rpartition(".")
         if module.endswith(".attn.c_attn"):
             raise UnsupportedError(
-                f"{tensor.path} has {name}: this class with as many key heads as query heads; supported: multiquery.",
+                f"{tensor.path} has {cut(name)}: this class with as many key heads as query heads; supported: multiquery.",
                 hint="Convert bigcode/gpt_bigcode-santacoder instead, or another model of GPTBigCodeForCausalLM.",
             )
         is_turned = kind == "weight" and module.endswith((".q_attn", ".kv_attn", ".c_proj", ".c_fc"))
@@ -169,7 +187,7 @@ def _from_custom_gpt2(stored: Mapping[str, CheckpointTensor]) -> Mapping[str, Ch
         pair = (queries, queries.replace(".q_attn.", ".kv_attn."))
         for name, other in (pair, pair[::-1]):
             if name not in ours:
-                raise CheckpointError(f"{ours[other].path} has {other} and no {name}; expected both.")
+                raise CheckpointError(f"{ours[other].path} has {cut(other)} and no {cut(name)}; expected both.")
         ours[queries.replace(".q_attn.", ".c_attn.")] = join(" + ".join(pair), [ours.pop(name) for name in pair])
     return ours
 
@@ -244,6 +262,7 @@ FAMILY = Family(
     title="GPT-BigCode (StarCoder, SantaCoder)",
     gguf_architecture="starcoder",
     hf_architectures=("GPTBigCodeForCausalLM", "GPT2LMHeadCustomModel"),
+    hf_model_types=("gpt_bigcode", "gpt2"),
     hparams=HPARAMS,
     derived=DERIVED,
     tensors=TENSORS,
