@@ -16,6 +16,7 @@ from starscope.cache import Cache
 from starscope.engine.base import MASKED, Array, Batch, Sequences, Wanted, input_values, make_batch, usable_cores
 from starscope.engine.weights import Weights
 from starscope.graph import Graph, Op
+from starscope.ops import OPS
 
 Kernel = Callable[["NumpyEngine", Batch, Op, list[Any]], Any]
 
@@ -112,24 +113,7 @@ def wanted_rows(_engine: NumpyEngine, batch: Batch, _op: Op, inputs: list[Any]) 
     return rows
 
 
-KERNELS: dict[str, Kernel] = {
-    f.__name__: f
-    for f in (
-        embed,
-        add,
-        layer_norm,
-        linear,
-        split_heads,
-        cache,
-        scores,
-        softmax,
-        mix,
-        merge_heads,
-        gelu,
-        gelu_tanh,
-        wanted_rows,
-    )
-}
+KERNELS: dict[str, Kernel] = {name: globals()[name] for name in OPS}
 
 # erf at multiples of 1/64 up to 6, past which it is 1 in float32.
 _ERF_STEP, _ERF_END = 1 / 64, 6.0

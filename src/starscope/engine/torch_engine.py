@@ -27,6 +27,7 @@ from starscope.engine.base import MASKED, Array, Batch, Sequences, Wanted, input
 from starscope.engine.weights import Weights
 from starscope.errors import DoesNotFitError, UnsupportedError
 from starscope.graph import Graph, Op
+from starscope.ops import OPS
 
 
 @dataclass(frozen=True)
@@ -136,24 +137,7 @@ def wanted_rows(_weights: Mapping[str, Tensor], step: Step, _op: Op, inputs: lis
     return rows
 
 
-KERNELS: dict[str, Kernel] = {
-    f.__name__: f
-    for f in (
-        embed,
-        add,
-        layer_norm,
-        linear,
-        split_heads,
-        cache,
-        scores,
-        softmax,
-        mix,
-        merge_heads,
-        gelu,
-        gelu_tanh,
-        wanted_rows,
-    )
-}
+KERNELS: dict[str, Kernel] = {name: globals()[name] for name in OPS}
 
 
 def fused_attention(step: Step, scale: float, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
