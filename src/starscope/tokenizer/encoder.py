@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from starscope.checkpoint.content import cut, short
 from starscope.errors import TokenizerError
 from starscope.tokenizer.bytelevel import ALPHABET, UTF8_BYTES
 from starscope.tokenizer.structure import make_pre_tokenizer
@@ -85,7 +86,7 @@ class Encoder:
         where, types = self._contents.where, self._contents.types
         hidden = {piece for piece, token_id in self._ids.items() if types[token_id] in HIDDEN}
         for symbol in hidden.intersection(ALPHABET):
-            found = f"token {self._ids[symbol]}, {symbol!r}, is a control token"
+            found = f"token {self._ids[symbol]}, {short(symbol)}, is a control token"
             raise TokenizerError(f"{where}: {found} and also the symbol of byte 0x{ALPHABET.index(symbol):02X}.")
         # A control token that merges could build would come out of plain text.
         merges = [pair for pair in self._contents.merges if pair[0] + pair[1] not in hidden]
@@ -95,6 +96,6 @@ class Encoder:
             for number, (left, right) in enumerate(self._contents.merges):
                 for piece in (left, right, left + right):
                     if piece not in self._ids:
-                        found = f"merge {number} joins {left!r} and {right!r}"
-                        raise TokenizerError(f"{where}: {found}; the vocabulary has no {piece!r}.") from error
-            raise TokenizerError(f"{where}: the vocabulary cannot be used: {error}.") from error
+                        found = f"merge {number} joins {short(left)} and {short(right)}"
+                        raise TokenizerError(f"{where}: {found}; the vocabulary has no {short(piece)}.") from error
+            raise TokenizerError(f"{where}: the vocabulary cannot be used: {cut(str(error))}.") from error

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from reprlib import repr as short
 from typing import Any
 
 from starscope.checkpoint import read_json
+from starscope.checkpoint.content import cut, short, typed
+from starscope.checkpoint.files import is_there
 from starscope.errors import InputError, TokenizerError, UnsupportedError
 from starscope.tokenizer.source import Source, split_merges
 from starscope.tokenizer.tokenizer_json import Added, Files, checked_vocab, read_added, read_tokenizer_json
@@ -32,11 +33,12 @@ def read_folder(folder: Path, config: Mapping[str, Any] | None, generation_confi
     settings_path = folder / "tokenizer_config.json"
     settings = _read_optional(settings_path)
     for key in ("add_prefix_space", "add_eos_token"):
-        if settings.get(key):
+        if typed(settings, key, bool, str(settings_path), TokenizerError):
             raise UnsupportedError(f"{settings_path}: {key} is {short(settings[key])}; supported: false.")
     files = _read_files(folder, settings)
     sources = (files.names, _read_optional(folder / "special_tokens_map.json"), settings)
     names = {name: value for source in sources for name, value in source.items() if value is not None}
+    _check_names(folder, names)
     added = _check_ids(files, [*files.added, *_added_by_id(settings, settings_path)])
     added = _mark_special(files, added, names)
     contents = _make_contents(files, added)
@@ -44,26 +46,29 @@ def read_folder(folder: Path, config: Mapping[str, Any] | None, generation_confi
     generation_config = (
         _read_optional(folder / "generation_config.json") if generation_config is None else generation_config
     )
-    add_bos = settings.get("add_bos_token")
+    add_bos = typed(settings, "add_bos_token", bool, str(settings_path), TokenizerError)
+    configs = {folder / "config.json": config, folder / "generation_config.json": generation_config}
+    roles, notes = _read_roles(files, names, contents, configs)
     return Source(
         where=str(folder),
         size=len(contents.pieces),
         load=lambda: contents,
         pre_tokenizer=files.pre_tokenizer,
-        roles=_read_roles(files, names, contents, (config, generation_config)),
-        add_bos=files.bos is not None if add_bos is None else bool(add_bos),
+        roles=roles,
+        add_bos=files.bos is not None if add_bos is None else add_bos,
         chat_templates=_read_templates(folder, settings),
+        notes=tuple(notes),
     )
 
 
 def _read_optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
+    return read_json(path) if is_there(path) else {}
 
 
 def _read_files(folder: Path, settings: Mapping[str, Any]) -> Files:
-    if (folder / "tokenizer.json").exists():
+    if is_there(folder / "tokenizer.json"):
         return read_tokenizer_json(folder / "tokenizer.json")
-    listed = [name for name in ("vocab.json", "merges.txt") if (folder / name).exists()]
+    listed = [name for name in ("vocab.json", "merges.txt") if is_there(folder / name)]
     if len(listed) == 2:
         return _read_lists(folder, settings)
     if listed:
@@ -78,10 +83,11 @@ def _read_files(folder: Path, settings: Mapping[str, Any]) -> Files:
 
 def _read_lists(folder: Path, settings: Mapping[str, Any]) -> Files:
     """vocab.json and merges.txt. They leave the pre-tokenizer to the class that reads them, which is GPT-2's."""
-    name = settings.get("tokenizer_class")
+    name = typed(settings, "tokenizer_class", str, str(folder / "tokenizer_config.json"), TokenizerError)
     if name is not None and name not in LISTED_CLASSES:
         raise UnsupportedError(
-            f"{folder} has vocab.json with merges.txt for {name}; supported in this form: {', '.join(LISTED_CLASSES)}.",
+            f"{folder} has vocab.json with merges.txt for {cut(name)}; "
+            f"supported in this form: {', '.join(LISTED_CLASSES)}.",
             hint="Save the tokenizer as tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER).",
         )
     vocab = checked_vocab(read_json(folder / "vocab.json"), folder / "vocab.json")
@@ -113,7 +119,7 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
 def _added_by_id(settings: Mapping[str, Any], path: Path) -> list[Added]:
     """The added_tokens_decoder of tokenizer_config.json: ids, as strings, to tokens."""
     found = settings.get("added_tokens_decoder") or {}
-    if not isinstance(found, dict) or not all(key.isdecimal() for key in found):
+    if not isinstance(found, dict) or not all(key.isdecimal() and len(key) < 20 for key in found):
         raise TokenizerError(f"{path}: added_tokens_decoder is not a table from ids to tokens.")
     return [read_added(entry, int(key), path) for key, entry in found.items()]
 
@@ -144,13 +150,22 @@ def _mark_special(files: Files, added: Mapping[int, Added], names: Mapping[str, 
     return marked
 
 
-def _contents_of(value: Any) -> list[str]:
+def _check_names(folder: Path, names: Mapping[str, Any]) -> None:
+    """Every special token that the files name is a text, or an object or a list with texts."""
+    for name in SPECIAL_NAMES:
+        found = names.get(name)
+        if not all(isinstance(content, str) for content in _contents_of(found)):
+            raise TokenizerError(
+                f"{folder}: {name} is {short(found)}; expected a text, an object with its content, or several."
+            )
+
+
+def _contents_of(value: Any) -> list[Any]:
     """The tokens that a setting names: one, several or a table of them, each a text or an object with its content."""
     if isinstance(value, dict):
         value = list(value.values()) if "content" not in value else [value]
-    several = value if isinstance(value, list) else [value]
-    contents = (entry.get("content") if isinstance(entry, dict) else entry for entry in several)
-    return [content for content in contents if isinstance(content, str)]
+    several = value if isinstance(value, list) else [] if value is None else [value]
+    return [entry.get("content") if isinstance(entry, dict) else entry for entry in several]
 
 
 def _make_contents(files: Files, added: Mapping[int, Added]) -> Contents:
@@ -178,40 +193,44 @@ def _make_contents(files: Files, added: Mapping[int, Added]) -> Contents:
 
 
 def _read_roles(
-    files: Files, names: Mapping[str, Any], contents: Contents, configs: Iterable[Mapping[str, Any]]
-) -> Roles:
+    files: Files, names: Mapping[str, Any], contents: Contents, configs: Mapping[Path, Mapping[str, Any]]
+) -> tuple[Roles, list[str]]:
     """Ids by role: as the tokenizer's files name them, else from the configs.
 
-    A config's id outside the vocabulary is left: it is a default of the config's class, and no token.
+    A config's id outside the vocabulary is left out with a note: most often it is a default of the config's class.
     """
     size = len(contents.pieces)
     stated: dict[str, list[int]] = {role: [] for role in ROLE_NAMES}
-    for config in configs:
+    notes: list[str] = []
+    for path, config in configs.items():
         for role in ("bos", "eos", "pad"):
             value = config.get(f"{role}_token_id")
             values = value if isinstance(value, list) else [] if value is None else [value]
             if not all(type(token_id) is int for token_id in values):
-                raise TokenizerError(
-                    f"{files.where}: {role}_token_id is {short(value)}; expected an id, or a list of them."
-                )
-            stated[role] += [token_id for token_id in values if 0 <= token_id < size]
+                raise TokenizerError(f"{path}: {role}_token_id is {short(value)}; expected an id, or a list of them.")
+            inside = [token_id for token_id in values if 0 <= token_id < size]
+            stated[role] += inside
+            if len(inside) < len(values):
+                found = f"{path.name}: {role}_token_id is {short(value)}"
+                notes.append(f"{found}, and the vocabulary has {size} tokens; what is outside it is left out.")
     ids = {role: next(iter(found), None) for role, found in stated.items()}
     for role, name in ROLE_NAMES.items():
         for content in _contents_of(names.get(name)):
             ids[role] = contents.pieces.index(content)
-    return Roles(
+    roles = Roles(
         bos=ids["bos"] if files.bos is None else files.bos,
         eos=ids["eos"],
         unk=ids["unk"],
         pad=ids["pad"],
         ends=tuple(dict.fromkeys(token_id for token_id in stated["eos"] if token_id != ids["eos"])),
     )
+    return roles, notes
 
 
 def _read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Chat templates by name: of a file of their own, else of tokenizer_config.json."""
     path = folder / "chat_template.jinja"
-    if path.exists():
+    if is_there(path):
         try:
             return {"default": path.read_text(encoding="utf-8")}
         except (OSError, UnicodeDecodeError) as error:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from starscope.checkpoint.content import short
 from starscope.errors import TokenizerError, UnsupportedError
 from starscope.gguf.format import Value, ValueType, array, boolean, string, strings, u32
 from starscope.tokenizer.bytelevel import ALPHABET, bytes_to_piece
@@ -51,19 +52,26 @@ def read_metadata(file: GGUFFile, default_pre: str) -> Source:
     if model is None:
         raise TokenizerError(f"{file.path} has no tokenizer: tokenizer.ggml.model is absent.")
     if model != MODEL:
-        raise UnsupportedError(f"{file.path}: tokenizer.ggml.model is {model!r}; supported: {MODEL!r}, byte-level BPE.")
+        raise UnsupportedError(
+            f"{file.path}: tokenizer.ggml.model is {short(model)}; supported: {MODEL!r}, byte-level BPE."
+        )
     for key, what in REFUSED.items():
         if _flag(file, key):
             raise UnsupportedError(f"{file.path}: tokenizer.ggml.{key} asks for {what}, which is not supported.")
-    pre = _text(file, "tokenizer.ggml.pre") or "default"
+    stated = _text(file, "tokenizer.ggml.pre") or "default"
+    is_assumed = stated == "default"
+    pre = default_pre if is_assumed else stated
+    named = "'default'" if "tokenizer.ggml.pre" in file.metadata else "not in the file"
     return Source(
         where=str(file.path),
         size=_array(file, "tokens", (ValueType.STRING,)).count,
         load=lambda: _load(file, roles),
-        pre_tokenizer=check_name(default_pre if pre == "default" else pre),
+        pre_tokenizer=check_name(pre),
         roles=(roles := _read_roles(file)),
         add_bos=_flag(file, "add_bos_token"),
         chat_templates=_read_templates(file),
+        notes=(f"tokenizer.ggml.pre is {named}; {pre} is assumed.",) if is_assumed else (),
+        pre_is_assumed=is_assumed,
     )
 
 
@@ -85,14 +93,14 @@ def _read_id(file: GGUFFile, key: str) -> int | None:
     key = f"tokenizer.ggml.{key}_token_id"
     token_id = file.get(key)
     if token_id is not None and type(token_id) is not int:
-        raise TokenizerError(f"{file.path}: {key} is {file.metadata[key]!r}; expected a token id.")
+        raise TokenizerError(f"{file.path}: {key} is {short(file.metadata[key])}; expected a token id.")
     return token_id
 
 
 def _text(file: GGUFFile, key: str) -> str | None:
     text = file.get(key)
     if text is not None and not isinstance(text, str):
-        raise TokenizerError(f"{file.path}: {key} is {file.metadata[key]!r}; expected a text.")
+        raise TokenizerError(f"{file.path}: {key} is {short(file.metadata[key])}; expected a text.")
     return text
 
 
@@ -100,7 +108,7 @@ def _flag(file: GGUFFile, key: str) -> bool:
     key = f"tokenizer.ggml.{key}"
     flag = file.get(key, False)
     if not isinstance(flag, bool):
-        raise TokenizerError(f"{file.path}: {key} is {file.metadata[key]!r}; expected true or false.")
+        raise TokenizerError(f"{file.path}: {key} is {short(file.metadata[key])}; expected true or false.")
     return flag
 
 
@@ -197,7 +205,7 @@ def _check_text(pieces: Sequence[str], where: str) -> None:
         for token_id, piece in enumerate(pieces):
             if any(0xD800 <= ord(character) < 0xE000 for character in piece):
                 found = piece.encode("utf-8", "surrogateescape")
-                raise TokenizerError(f"{where}: token {token_id} is {found!r}, which is not UTF-8.") from None
+                raise TokenizerError(f"{where}: token {token_id} is {short(found)}, which is not UTF-8.") from None
 
 
 def write_metadata(
@@ -213,7 +221,7 @@ def write_metadata(
         raise TokenizerError(f"{where} has {size} tokens, added ones included; the embedding has {rows} rows.")
     for token_id, flags in contents.matching.items():
         if flags.lstrip or flags.rstrip or flags.single_word:
-            found = f"the added token {contents.pieces[token_id]!r} sets lstrip, rstrip or single_word"
+            found = f"the added token {short(contents.pieces[token_id])} sets lstrip, rstrip or single_word"
             raise UnsupportedError(f"{where}: {found}, which a GGUF file cannot say.")
     pieces = [*contents.pieces, *(padding_piece(token_id) for token_id in range(size, rows))]
     if len(set(pieces)) != len(pieces):

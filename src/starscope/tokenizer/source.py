@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from reprlib import repr as short
 
+from starscope.checkpoint.content import short
 from starscope.errors import TokenizerError
 from starscope.tokenizer.vocabulary import Contents, Roles
 
@@ -21,6 +21,8 @@ class Source:
     roles: Roles
     add_bos: bool
     chat_templates: Mapping[str, str] = field(default_factory=dict)  # "default" and others by name
+    notes: tuple[str, ...] = ()  # what was assumed or left out, for a person
+    pre_is_assumed: bool = False
 
     def __post_init__(self) -> None:
         roles = self.roles
@@ -30,7 +32,7 @@ class Source:
         for role, token_id in named.items():
             if token_id is not None and not 0 <= token_id < self.size:
                 raise TokenizerError(
-                    f"{self.where}: the {role} token is {token_id}; the vocabulary has {self.size} tokens."
+                    f"{self.where}: the {role} token is {short(token_id)}; the vocabulary has {self.size} tokens."
                 )
         if self.add_bos and roles.bos is None:
             raise TokenizerError(f"{self.where} asks for a bos token before every text and names none.")

@@ -9,9 +9,9 @@ name is found from what the steps are, never from a hash of what they produce:
 
 from __future__ import annotations
 
-from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
 
+from starscope.checkpoint.content import cut, short
 from starscope.errors import TokenizerError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def find_name(pre_tokenizer: Any) -> str:
     steps = tuple(_describe(step) for step in flatten(pre_tokenizer, "pretokenizers", "pre-tokenizer"))
     if steps not in STRUCTURES:
         known = "; ".join(f"{' + '.join(steps)} ({', '.join(names)})" for steps, names in STRUCTURES.items())
-        raise UnsupportedError(f"the pre-tokenizer is {' + '.join(steps) or 'absent'}; known: {known}.")
+        raise UnsupportedError(f"the pre-tokenizer is {cut(' + '.join(steps)) or 'absent'}; known: {known}.")
     return STRUCTURES[steps][0]
 
 

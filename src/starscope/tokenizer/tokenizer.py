@@ -41,6 +41,7 @@ class Tokenizer:
         self.unk_id = source.roles.unk
         self.pad_id = source.roles.pad
         self.add_bos = source.add_bos
+        self.notes = list(source.notes)  # what was assumed or left out while reading, for a person
         self.chat_templates: Mapping[str, str] = source.chat_templates
 
     @classmethod

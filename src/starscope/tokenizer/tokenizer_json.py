@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from reprlib import repr as short
 from typing import Any
 
 from starscope.checkpoint import read_json
+from starscope.checkpoint.content import cut, short, switch
 from starscope.errors import TokenizerError, UnsupportedError
 from starscope.tokenizer.source import split_merges
 from starscope.tokenizer.structure import find_name, flatten
@@ -100,7 +100,7 @@ def _check_model(model: Mapping[str, Any], path: Path) -> None:
 
 
 def _type_of(part: Any) -> str:
-    return str(part.get("type", "without a type")) if isinstance(part, dict) else repr(part)
+    return cut(str(part.get("type", "without a type"))) if isinstance(part, dict) else short(part)
 
 
 def checked_vocab(vocab: Any, path: Path) -> dict[str, int]:
@@ -137,12 +137,17 @@ def read_added(entry: Any, token_id: Any, path: Path) -> Added:
     content = entry.get("content") if isinstance(entry, dict) else None
     if not isinstance(content, str):
         raise TokenizerError(f"{path}: an added token is {short(entry)}; expected an object with its content.")
-    special = bool(entry.get("special", False))
+    where = f"{path}: the added token {short(content)}"
+
+    def flag(name: str, default: bool = False) -> bool:
+        return switch(entry, name, default, where, TokenizerError)
+
+    special = flag("special")
     flags = Matching(
-        lstrip=bool(entry.get("lstrip", False)),
-        rstrip=bool(entry.get("rstrip", False)),
-        single_word=bool(entry.get("single_word", False)),
-        normalized=bool(entry.get("normalized", not special)),
+        lstrip=flag("lstrip"),
+        rstrip=flag("rstrip"),
+        single_word=flag("single_word"),
+        normalized=flag("normalized", not special),
     )
     checked_vocab({content: token_id}, path)
     return Added(token_id, content, special, flags)
@@ -172,7 +177,7 @@ def _added_before(step: dict[str, Any]) -> list[int]:
         raise TokenizerError("the post-processor's template for one text is not a list of parts.")
     kinds = [next(iter(part)) for part in template]
     if kinds not in (["Sequence"], ["SpecialToken", "Sequence"]):
-        found = " ".join(kinds) or "empty"
+        found = cut(" ".join(kinds)) or "empty"
         raise UnsupportedError(
             f"the post-processor's template is {found}; supported: SpecialToken Sequence, bos first."
         )

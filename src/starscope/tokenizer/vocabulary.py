@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import overload
 
+from starscope.checkpoint.content import short
 from starscope.errors import TokenizerError
 from starscope.tokenizer.bytelevel import piece_to_bytes
 
@@ -101,7 +102,7 @@ class Contents:
             first: dict[str, int] = {}
             for token_id, piece in enumerate(self.pieces):
                 if first.setdefault(piece, token_id) != token_id:
-                    found = f"tokens {first[piece]} and {token_id} are both {piece!r}"
+                    found = f"tokens {first[piece]} and {token_id} are both {short(piece)}"
                     raise TokenizerError(f"{self.where}: {found}; expected distinct pieces.")
 
     def token_bytes(self, token_id: int) -> bytes:
