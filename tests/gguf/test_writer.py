@@ -176,6 +176,30 @@ def test_force_replaces_the_output_and_a_failure_keeps_it(tmp_path: Path) -> Non
     assert files(tmp_path) == ["m.gguf"]
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444, 0o666])
+def test_force_keeps_the_permissions_of_what_it_replaces(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"mine")
+    path.chmod(mode)
+    meanwhile: list[int] = []
+
+    def look(temporary: Path) -> None:
+        meanwhile.append(temporary.stat().st_mode & 0o777)
+
+    write_gguf(path, META, [tensor()], force=True, check=look)
+    assert path.stat().st_mode & 0o777 == mode
+    assert meanwhile == [0o600]
+
+
+def test_a_new_file_has_the_permissions_that_the_user_gives_new_files(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_gguf(tmp_path / "m.gguf", META, [tensor()], force=True)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "m.gguf").stat().st_mode & 0o777 == 0o640
+
+
 def test_force_through_a_link_replaces_what_it_links_to(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "disk" / "real.gguf").write_bytes(b"old")

@@ -77,6 +77,7 @@ def write_gguf(
     """Writes a GGUF file (version 3) and returns its size in bytes. `progress` is called with the bytes of each piece.
 
     `check` is given the finished file under its temporary name; when it raises, the file never takes the output's name.
+    A file that is replaced leaves its permissions to the new one.
 
     Raises OutputExistsError, before anything else is done, when `path` exists and `force` is not given; GGUFError for
     metadata, tensors or chunks that would not make a valid file; DoesNotFitError when the disk is too small;
@@ -226,7 +227,9 @@ def _atomic_output(path: Path, total: int, force: bool, check: Callable[[Path], 
         if disk.f_blocks and total > free:  # some network file systems say nothing about their size
             raise _does_not_fit(path, total, free)
         with _reasons(path):
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
+            replaced = _status(path.name, folder)
+            mode = 0o666 if replaced is None else 0o600  # nobody may read on the way what they may not read at the end
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=folder)
         output = _Output(path, descriptor, total)
         try:
             yield output
@@ -236,8 +239,11 @@ def _atomic_output(path: Path, total: int, force: bool, check: Callable[[Path], 
         if check is not None:
             check(path.with_name(temporary))
         with _reasons(path):
-            if not force and _is_there(path.name, folder):
+            if not force and _status(path.name, folder) is not None:
                 raise OutputExistsError(f"{path} was created meanwhile.", hint="Use --force to replace it.")
+            if replaced is not None:
+                with contextlib.suppress(OSError):  # some file systems have no permissions to set
+                    os.chmod(temporary, stat.S_IMODE(replaced.st_mode) & 0o777, dir_fd=folder)
             os.rename(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
         with contextlib.suppress(OSError):  # the file is in place; not every file system can sync a folder
             os.fsync(folder)
@@ -249,12 +255,11 @@ def _atomic_output(path: Path, total: int, force: bool, check: Callable[[Path], 
         os.close(folder)
 
 
-def _is_there(name: str, folder: int) -> bool:
+def _status(name: str, folder: int) -> os.stat_result | None:
     try:
-        os.stat(name, dir_fd=folder, follow_symlinks=False)
+        return os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
-        return False
-    return True
+        return None
 
 
 class _Output:
