@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +199,43 @@ def test_the_size_of_a_chunk_does_not_show_in_the_file(
     monkeypatch.setattr(starscope.quantize, "CHUNK_BYTES", 3000)
     out = quantize(folder / "f32.gguf", tmp_path / "out.gguf", to="q8_0").out
     assert out.read_bytes() == (folder / "q8_0.gguf").read_bytes()
+
+
+@pytest.mark.parametrize("to", ["f32", "f16"])  # decoded, and handed over as it is
+@pytest.mark.parametrize("when", ["between two chunks", "while a chunk is decoded or written"])
+def test_a_source_that_becomes_shorter_is_one_error_and_leaves_nothing(
+    to: str, when: str, folder: Path, tmp_path: Path
+) -> None:
+    source = write_changed(folder / "f16.gguf", tmp_path / "in.gguf")
+    program = f"""
+        import os, sys
+        import starscope.quantize as library
+        from starscope.errors import GGUFError
+
+        def shorten(*_):
+            os.truncate({str(source)!r}, 8192)
+
+        if {when!r} != "between two chunks":
+            make = library.StoredPiece.chunks
+            def chunks(piece):
+                for chunk in make(piece):
+                    shorten()
+                    yield chunk
+            decode = library.decode
+            def decode_shortened(form, raw):
+                shorten()
+                return decode(form, raw)
+            library.StoredPiece.chunks, library.decode = chunks, decode_shortened
+        library.CHUNK_BYTES = 4096
+        try:
+            library.quantize({str(source)!r}, {str(tmp_path / "out.gguf")!r}, to={to!r}, progress=shorten)
+        except GGUFError as error:
+            print(error.exit_status, error.message)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")  # a mapped page that is gone ends the process by SIGBUS
+    assert re.fullmatch(rf"4 {re.escape(str(source))} .*\n", done.stdout)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.gguf"]
 
 
 # Refusals

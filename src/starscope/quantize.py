@@ -11,11 +11,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from starscope.checkpoint import WeightFile
 from starscope.convert import (
     CHUNK_BYTES,
     ConversionReport,
@@ -27,7 +29,7 @@ from starscope.convert import (
     file_type_metadata,
     target_format,
 )
-from starscope.errors import GGUFError, UnsupportedError
+from starscope.errors import CheckpointError, GGUFError, UnsupportedError
 from starscope.family import Family, find_family_for_gguf, hparams_from_metadata
 from starscope.formats import Bytes, Format, decode
 from starscope.gguf.format import Value
@@ -54,7 +56,7 @@ def quantize(
     """
     began = time.perf_counter()
     target, path = target_format(to), Path(out)
-    with read_gguf(source) as file:
+    with read_gguf(source) as file, ExitStack() as closing_later:
         check_output(path, force, inputs=file.paths)
         family = _family(file)
         f32_only = _always_f32(file, family)
@@ -65,7 +67,8 @@ def quantize(
             **{key: value for key, value in file.metadata.items() if not key.startswith(SPLIT_PREFIX)},
             **file_type_metadata(target),
         }
-        pieces = [StoredPiece(file, info, formats[info.name]) for info in infos]
+        parts = [closing_later.enter_context(closing(WeightFile(part))) for part in file.paths]
+        pieces = [StoredPiece(parts[info.part], info, formats[info.name]) for info in infos]
         count = Counter(progress, sum(piece.format.nbytes(piece.info.shape) for piece in pieces))
         outputs = [OutputTensor(p.info.name, p.info.shape, p.format, count.counted(p.chunks)) for p in pieces]
         size = write_gguf(path, metadata, outputs, force=force)
@@ -76,21 +79,37 @@ def quantize(
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """One tensor of a GGUF file and the format that it is written in."""
+    """One tensor of a GGUF file and the format that it is written in.
 
-    file: GGUFFile
+    Its bytes are read, not mapped: a file that becomes shorter meanwhile is an error then, and not the process's end.
+    """
+
+    part: WeightFile
     info: TensorInfo
     format: Format
 
     def chunks(self) -> Iterator[Bytes]:
         """The tensor's bytes in order: as stored where the format stays, decoded and encoded where it does not."""
-        step = max(1, CHUNK_BYTES // (self.info.nbytes // self.info.rows))
+        row_bytes = self.info.nbytes // self.info.rows
+        step = max(1, CHUNK_BYTES // row_bytes)
+        buffer = np.empty((min(step, self.info.rows), row_bytes), np.uint8)
         for start in range(0, self.info.rows, step):
-            raw = self.file.raw_rows(self.info.name, start, min(start + step, self.info.rows))
+            raw = buffer[: self.info.rows - start]
+            if self.info.format == self.format:
+                raw = np.empty_like(raw)  # it is handed over, so the next chunk needs a place of its own
+            self._read(raw, self.info.offset + start * row_bytes)
             if self.info.format == self.format:
                 yield raw
             else:
                 yield encode_checked(self.info.name, self.format, decode(_decodable(self.info), raw))
+
+    def _read(self, raw: Bytes, offset: int) -> None:
+        try:
+            self.part.read_into(raw.reshape(-1).data, offset)
+        except CheckpointError as error:
+            raise GGUFError(
+                f"{error.message[:-1]} in {self.info.name}.", hint="It became shorter meanwhile."
+            ) from error
 
 
 def _decodable(info: TensorInfo) -> Format:
