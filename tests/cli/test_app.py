@@ -15,6 +15,8 @@ from starscope import __version__, errors
 from starscope.cli import app as app_module
 from starscope.cli.app import VERBS, app, as_starscope_error
 from starscope.cli.common import ENGINE_NAMES
+from starscope.cli.signals import Stopped
+from support.users import ordinary_user, reachable_folder
 
 HEAVY = {"numpy", "torch", "tokenizers", "rich", "transformers", "huggingface_hub"}
 ALL_VERBS = [verb for verbs in VERBS.values() for verb in verbs]
@@ -83,9 +85,26 @@ def test_the_engines_on_offer_are_those_that_there_are():
         (["rnu"], "Did you mean run?"),
         (["tokenise"], "Did you mean tokenize?"),
         (["xyzzy"], "See: starscope --help"),
+        (["generate"], "Did you mean run?"),
+        (["complete", "demo", "x"], "Did you mean run?"),
+        (["infer"], "Did you mean run?"),
+        (["info"], "Did you mean show?"),
+        (["inspect"], "Did you mean show?"),
         (["run", "m", "--temprature", "1"], "Did you mean --temperature?"),
         (["run", "m", "--xyzzy"], "See: starscope run --help"),
-        (["--verson"], "Did you mean --verbose or --version?"),
+        (["--verson"], "Did you mean --version?"),
+        (["run", "m", "--bogus"], "See: starscope run --help"),
+        (["run", "m", "--n", "3"], "Did you mean -n?"),
+        (["run", "m", "--temp=1"], "Did you mean --temperature?"),
+        (["convert", "m", "--outt", "f16"], "Did you mean --outtype?"),
+        (["run", "m", "- a list"], "A text that begins with - goes after --"),
+        (["run", "m", "--- a/file.py"], "A text that begins with - goes after --"),
+        (["tokenize", "m", "-1"], "A text that begins with - goes after --"),
+        (["perplexity", "m", "-1"], "See: starscope perplexity --help"),
+        (["run", "m", "p", "-t", "4097"], "threads is 4097; expected 1 to 4096."),
+        (["run", "m", "p", "-t", "9" * 20], f"threads is {'9' * 20}; expected 1 to 4096."),
+        (["perplexity", "m", "f", "--ctx", "0"], "the context is 0; expected a number of tokens, at least 1."),
+        (["demo", "--ctx", "-1"], "the context is -1; expected a number of tokens, at least 1."),
         (["run"], "See: starscope run --help"),
         (["run", "m", "p", "-n", "many"], "'many' is not a valid integer"),
         (["run", "m", "p", "--engine", "abacus"], "'auto', 'torch', 'numpy'"),
@@ -119,7 +138,8 @@ def test_a_wrong_command_line_is_one_sentence_and_status_2(args, said, cli):
         (PermissionError(errno.EACCES, "Permission denied", "/x"), "input", 3),
         (OSError(errno.ENOSPC, "No space left on device"), "output", 3),
         (ZeroDivisionError("x"), "internal", 1),
-        (KeyboardInterrupt(), None, 130),
+        (KeyboardInterrupt(), "interrupted", 130),
+        (Stopped(15), "terminated", 143),
         (BrokenPipeError(), None, 0),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
@@ -139,7 +159,7 @@ def test_every_error_has_its_status_and_its_document(raised, code, status, cli, 
     if code is None:
         assert (plain.stderr, document.stdout, document.stderr) == ("", "", "")
     else:
-        assert plain.stderr.startswith("error: ")
+        assert plain.stderr.startswith("error: ") == isinstance(raised, Exception)
         error = json.loads(document.stdout)["error"]
         assert set(error) == {"code", "message", "hint"}
         assert error["code"] == code
@@ -165,6 +185,64 @@ def test_an_internal_error_says_how_to_get_the_traceback_and_traceback_gives_it(
 def test_an_error_keeps_its_hint():
     error = as_starscope_error(errors.InputError("it is not there.", hint="Look elsewhere."))
     assert (error.message, error.hint) == ("it is not there.", "Look elsewhere.")
+
+
+def test_an_error_does_not_draw_on_the_terminal(cli, monkeypatch):
+    @click.command()
+    def broken():
+        raise errors.InputError("a\x1b[31m\nb\x9b\udcff.", hint="Look\r elsewhere.")
+
+    monkeypatch.setattr(app_module.App, "get_command", lambda self, ctx, name: broken)
+    expected = "error: a\\x1b[31m\\nb\\x9b\\udcff.\nLook\\r elsewhere.\n"
+    assert cli("run").stderr == expected
+    traced = cli("--traceback", "run").stderr
+    assert traced.endswith(expected)
+    assert all(letter.isprintable() or letter == "\n" for letter in traced)
+    assert len(traced.splitlines()) > 5
+
+
+@pytest.mark.parametrize("args", [
+    ["show", "\x1b[31mred"], ["run", "a\nb"], ["rn\x07u"], ["run", "m", "--\x1b[2J"], ["convert", "a\x9bb"],
+    ["run", "demo", "p", "--engine", "\x1b"], ["perplexity", "demo", "\x1b]0;x"],
+])  # fmt: skip
+def test_what_was_typed_is_escaped_in_the_error(args, cli):
+    result = cli(*args)
+    assert result.exit_code in (2, 3)
+    assert all(letter.isprintable() or letter == "\n" for letter in result.stderr)
+    assert len(result.stderr.splitlines()) <= 2
+
+
+@pytest.mark.parametrize("args", [
+    ["run", "", "p"], ["tokenize", "", "p"], ["show", ""], ["graph", ""], ["perplexity", "", "f"],
+    ["perplexity", "demo", ""], ["convert", ""], ["convert", "m", "-o", ""], ["quantize", "", "o", "--to", "f16"],
+    ["quantize", "demo", "", "--to", "f16"],
+])  # fmt: skip
+def test_an_empty_name_is_refused_in_words(args, cli):
+    result = cli(*args)
+    assert result.exit_code == 2
+    assert "the name is empty; expected that of a file or folder." in result.stderr
+
+
+@pytest.mark.parametrize("args", [
+    ["run", "{}", "p"], ["tokenize", "{}", "p"], ["show", "{}"], ["graph", "{}"], ["perplexity", "{}", __file__],
+    ["perplexity", "demo", "{}"], ["convert", "{}"], ["quantize", "{}", "o.gguf", "--to", "f16"],
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["file", "folder", "in a folder"])
+def test_what_may_not_be_read_is_status_3(args, kind, cli):
+    with reachable_folder() as outer:
+        path = outer / "locked"
+        if kind == "file":
+            path.write_bytes(b"GGUF" + bytes(100))
+        else:
+            path.mkdir()
+            (path / "config.json").write_text("{}")
+        path.chmod(0)
+        named = path / "model.gguf" if kind == "in a folder" else path
+        with ordinary_user():
+            result = cli(*(arg.format(named) for arg in args))
+        path.chmod(0o700)
+    assert result.exit_code == 3
+    assert str(named) in result.stderr
 
 
 @pytest.mark.parametrize("place", ["before", "after"])

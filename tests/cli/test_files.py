@@ -7,6 +7,7 @@ import os
 import pty
 import shutil
 
+import numpy as np
 import pytest
 
 import starscope
@@ -122,6 +123,16 @@ def test_show_does_not_let_a_file_draw_on_the_terminal(cli, model, tmp_path):
     assert "name               a\\x1b[2J\\nb\n" in shown
 
 
+def test_tensor_names_of_a_folder_do_not_draw_on_the_terminal(cli, folder, tmp_path):
+    from safetensors.numpy import save_file
+
+    shutil.copy(folder / "config.json", tmp_path)
+    save_file({"a\x1b[2J\nb": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
+    result = cli("show", tmp_path, "--tensors")
+    assert result.exit_code == 0
+    assert "\na\\x1b[2J\\nb  F32 " in result.stdout
+
+
 def test_graph_prints_one_line_an_operation(cli, model):
     graph = starscope.load(model).graph
     title, *lines = cli("graph", model).stdout.splitlines()
@@ -200,6 +211,15 @@ def test_convert_says_one_line_on_stderr_and_nothing_on_stdout(cli, folder, tmp_
     [line] = result.stderr.splitlines()
     assert line.startswith(f"{tmp_path / 'out.gguf'}: gpt_bigcode, ")
     assert "parameters in 28 tensors, F16, " in line
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [(["--verify"], True), (["--vocab-only", "--verify"], False), ([], False)]
+)
+def test_verified_is_said_of_what_was(options, said, cli, folder, tmp_path):
+    result = cli("convert", folder, "-o", tmp_path / "out.gguf", *options)
+    assert result.exit_code == 0
+    assert result.stderr.endswith(", verified\n") == said
 
 
 def test_convert_writes_into_the_folder_by_default(cli, folder, tmp_path):

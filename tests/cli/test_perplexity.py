@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 
@@ -66,8 +68,21 @@ def test_a_file_that_cannot_be_measured_is_refused_before_the_model_is_loaded(da
     assert said in result.stderr
 
 
-def test_a_folder_is_no_document(cli, model, tmp_path):
-    assert cli("perplexity", model, tmp_path).exit_code == 3
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
+def test_what_is_no_regular_file_is_refused_at_once(kind, spawn, model, tmp_path):
+    path = tmp_path / "text" if kind != "device" else Path("/dev/zero")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    process = spawn("perplexity", model, path)
+    try:
+        out, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert (process.returncode, out) == (3, b"")
+    assert err.startswith(f"error: {path} ".encode())
+    assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("args", [[], ["--stride", 0], ["--stride", 5000]])

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import signal
+import subprocess
 
 import pytest
 
@@ -68,6 +69,15 @@ def test_a_prompt_that_is_not_utf8_is_refused_with_its_offset(cli, model):
 
 def test_an_empty_stdin_begins_with_the_end_token(cli, model):
     assert json.loads(cli("run", model, "-n", 1, "--json", stdin=b"").stdout)["prompt_tokens"] == 1
+
+
+def test_an_empty_prompt_is_told_with_the_token_that_stands_for_it(cli, model):
+    told = "note: the prompt is empty; generation begins from <|endoftext|> (0)."
+    for args in (["run", model, "", "-n", 1], ["run", model, "", "-n", 1, "--json"]):
+        assert told in cli(*args).stderr.splitlines()
+    assert "note" not in cli("run", model, "", "-n", 1, "-q").stderr
+    assert "note" not in cli("run", model, "", "--suffix", "x", "-n", 1).stderr
+    assert "note" not in cli("run", model, "x", "-n", 1).stderr
 
 
 def test_sampling_options_reach_the_sampler(cli, model, loaded):
@@ -200,6 +210,20 @@ def test_a_signal_ends_it_quietly_and_keeps_what_was_printed(sent, status, spawn
     printed = (got + rest).decode(errors="ignore").rstrip("\ufffd")
     enough = loaded.generate(PROMPT, max_new_tokens=4 * len(printed) + 8).text  # a character has four bytes at most
     assert enough.startswith(printed)
+
+
+def test_the_last_line_stands_alone_where_both_streams_are_one(spawn, model, loaded, tmp_path):
+    expected = loaded.generate(PROMPT, max_new_tokens=5).text
+    assert not expected.endswith("\n")
+    process = spawn("run", model, PROMPT, "-n", 5, stderr=subprocess.STDOUT)
+    out, _ = process.communicate()
+    assert f"{expected}\nprompt " in out.decode()
+    with open(tmp_path / "log", "wb") as log:
+        spawn("run", model, PROMPT, "-n", 5, stdout=log, stderr=log).wait()
+    assert f"{expected}\nprompt " in (tmp_path / "log").read_text()
+    process = spawn("run", model, PROMPT, "-n", 0, stderr=subprocess.STDOUT)
+    out, _ = process.communicate()
+    assert b"\n\n" not in out
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(spawn, model):

@@ -55,6 +55,30 @@ def test_more_said_shows_the_chain_in_its_order(cli, model):
     assert "sampling: the most likely" in cli("run", model, PROMPT, "-n", 1, "-v").stderr
 
 
+def test_options_that_do_nothing_at_temperature_0_are_named(cli, model):
+    given = ["--top-k", 5, "--top-p", 0.5, "--min-p", 0.1, "--typical-p", 0.5, "--seed", 1]
+    told = "note: at temperature 0 these do nothing: --top-k, --top-p, --min-p, --typical-p, --seed."
+    assert told in cli("run", model, PROMPT, "-n", 1, *given).stderr.splitlines()
+    one = cli("run", model, PROMPT, "-n", 1, "--seed", 0).stderr
+    assert "note: at temperature 0 these do nothing: --seed." in one.splitlines()
+    for more in (
+        [],
+        ["--temperature", 1, *given],
+        ["--mirostat", 2, *given],
+        ["--repetition-penalty", 2],
+        ["-q", *given],
+    ):
+        assert "do nothing" not in cli("run", model, PROMPT, "-n", 1, *more).stderr
+
+
+def test_a_window_wider_than_any_text_is_the_whole_text(cli, model):
+    texts = [
+        cli("run", model, PROMPT, "-n", 9, "-q", "--repetition-penalty", 1.5, "--penalty-window", window).stdout
+        for window in (4096, 10**20)
+    ]
+    assert texts[0] == texts[1]
+
+
 def test_logprobs_are_in_the_document_when_asked_for(cli, model):
     asked = ["run", model, PROMPT, "-n", 3, "--json", "--temperature", 1, "--top-k", 2, "--seed", 1]
     document = json.loads(cli(*asked, "--logprobs", 4).stdout)

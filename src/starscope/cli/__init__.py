@@ -15,10 +15,16 @@ import sys
 
 def main() -> None:
     """Run the command that `sys.argv` names, and end the process with its status."""
-    try:
-        from starscope.cli.app import app, exit_on_sigterm
+    from starscope.cli.signals import Stopped, ignore_signals, stop_on_signals
 
-        exit_on_sigterm()
+    try:
+        stop_on_signals()
+        from starscope.cli.app import app
+
         app.main(sys.argv[1:])
-    except KeyboardInterrupt:  # before or after the command itself ran
+    except KeyboardInterrupt:  # before or after the command itself ran, as is the next
         sys.exit(130)
+    except Stopped as stopped:
+        sys.exit(stopped.status)
+    finally:
+        ignore_signals()

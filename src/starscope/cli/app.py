@@ -1,7 +1,7 @@
 """The command `starscope`: the table of verbs, and how every error ends: one sentence, a hint, a status.
 
 0 done · 1 internal error · 2 usage · 3 input or output · 4 unsupported or invalid content
-5 does not fit · 6 offline · 7 verification failed · 130 interrupted · 143 terminated
+5 does not fit · 6 offline · 7 verification failed · 129 hung up · 130 interrupted · 143 terminated
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from types import FrameType
 from typing import Any, NoReturn
 
 import click
 
 from starscope import __version__
 from starscope.cli.common import Session, discard_stdout, everywhere
+from starscope.cli.signals import Stopped
 from starscope.errors import DoesNotFitError, InputError, OutputError, StarscopeError, UsageError
 
 # section -> verb -> (module and its function, what it does in a few words)
@@ -42,15 +43,11 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 PROGRAM, COMPLETE = "starscope", "_STARSCOPE_COMPLETE"
+SYNONYMS = {"generate": "run", "complete": "run", "infer": "run", "info": "show", "inspect": "show"}
+NEAR_VERB, NEAR_OPTION = 0.65, 0.75  # how alike a name must be to be meant; a verb of three letters has room for less
+TAKE_TEXT = ("run", "tokenize")  # verbs with a text among their arguments
+OPTION = re.compile(r"--?[a-z][a-z-]*(=.*)?", re.DOTALL | re.IGNORECASE)  # what somebody may have taken for one
 TARGETS = {verb: target for section in VERBS.values() for verb, (target, _) in section.items()}
-
-
-class Stopped(BaseException):
-    """SIGTERM asked the command to end. Not an Exception, so that nothing takes it for an error."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        self.status = status
 
 
 class App(click.Group):
@@ -74,7 +71,7 @@ class App(click.Group):
         """As click does, with the nearest verb for one that does not exist."""
         verb = args[0]
         if verb not in TARGETS and not verb.startswith("-") and not ctx.resilient_parsing:
-            near = difflib.get_close_matches(verb, TARGETS, 1, 0.5)
+            near = [SYNONYMS[verb]] if verb in SYNONYMS else difflib.get_close_matches(verb, TARGETS, 1, NEAR_VERB)
             hint = f"Did you mean {near[0]}?" if near else "See: starscope --help"
             raise UsageError(f"no verb is called {verb!r}; there are: {', '.join(TARGETS)}.", hint=hint)
         return super().resolve_command(ctx, args)
@@ -105,7 +102,7 @@ class App(click.Group):
         """Run one command line and exit with its status."""
         args = list(sys.argv[1:] if args is None else args)
         session = Session()
-        session.look_at(args[: args.index("--")] if "--" in args else args)
+        session.look_at(args)
         try:
             complete_if_asked(self)
             with self.make_context(PROGRAM, args, obj=session) as ctx:
@@ -130,8 +127,10 @@ def end(session: Session, error: BaseException) -> int:
     if isinstance(error, click.exceptions.Exit):  # --help, --version
         return error.exit_code
     if isinstance(error, Stopped):
+        tell_in_json(session, "terminated", f"a signal ended it ({signal.Signals(error.number).name}).")
         return error.status
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
+        tell_in_json(session, "interrupted", "it was interrupted (SIGINT).")
         return 130
     if isinstance(error, OSError) and error.filename is None:  # a stream, not a file
         discard_stdout()
@@ -140,24 +139,26 @@ def end(session: Session, error: BaseException) -> int:
     if session.traceback and not isinstance(error, click.ClickException):
         import traceback
 
-        session.error("".join(traceback.format_exception(error)).rstrip())
-    known = as_starscope_error(error)
-    code, status, message, hint = known.code, known.exit_status, known.message, known.hint
-    session.error(f"error: {message}" + (f"\n{hint}" if hint else ""))
-    if session.json:
+        session.error(*"".join(traceback.format_exception(error)).rstrip().split("\n"))
+    known = as_starscope_error(error, session.args)
+    session.error(f"error: {known.message}", *([known.hint] if known.hint else []))
+    tell_in_json(session, known.code, known.message, known.hint)
+    return known.exit_status
+
+
+def tell_in_json(session: Session, code: str, message: str, hint: str = "") -> None:
+    """The document of an error, where one was asked for and stdout does not hold another, whole or in part."""
+    if session.json and not session.has_written:
         with contextlib.suppress(OSError, OutputError):  # stdout is what failed
             session.document({"error": {"code": code, "message": message, "hint": hint}})
-    return status
 
 
-def as_starscope_error(error: BaseException) -> StarscopeError:
+def as_starscope_error(error: BaseException, args: Sequence[str] = ()) -> StarscopeError:
     """An error of the command line, of the system or of ours as one of ours; anything else as an internal error."""
     if isinstance(error, StarscopeError):
         return error
     if isinstance(error, click.NoSuchOption):
-        near = " or ".join(sorted(error.possibilities or ()))
-        hint = f"Did you mean {near}?" if near else f"See: {error.ctx.command_path if error.ctx else PROGRAM} --help"
-        return UsageError(f"there is no option {error.option_name}.", hint=hint)
+        return UsageError(f"there is no option {error.option_name}.", hint=option_hint(error, args))
     if isinstance(error, click.UsageError):
         path = error.ctx.command_path if error.ctx else PROGRAM
         return UsageError(_sentence(error.format_message()), hint=f"See: {path} --help")
@@ -177,17 +178,27 @@ def as_starscope_error(error: BaseException) -> StarscopeError:
     )
 
 
+def option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
+    """What was meant by an option that does not exist: one whose name is near, or a text that begins as options do."""
+    command = error.ctx.command if error.ctx else None
+    names = [name for param in (command.params if command else ()) for name in (*param.opts, *param.secondary_opts)]
+    asked = error.option_name.lstrip("-")
+    by_word = {name.lstrip("-"): name for name in names if name.startswith("-")}
+    begun = [word for word in by_word if len(asked) > 2 and word.startswith(asked)]
+    near = begun or difflib.get_close_matches(asked, by_word, 2, NEAR_OPTION)
+    if asked in by_word:  # --n for -n
+        near = [asked]
+    if near:
+        return f"Did you mean {' or '.join(sorted(by_word[word] for word in near))}?"
+    given = next((arg for arg in args if arg.startswith(error.option_name)), error.option_name)
+    path = error.ctx.command_path if error.ctx else PROGRAM
+    if command is not None and command.name in TAKE_TEXT and not OPTION.fullmatch(given):
+        return f"A text that begins with - goes after --, as in: {path} MODEL -- '- a list'"
+    return f"See: {path} --help"
+
+
 def _sentence(text: str) -> str:
     return text[:1].lower() + text[1:]
-
-
-def exit_on_sigterm() -> None:
-    """Let SIGTERM unwind the command, as Ctrl-C does, so that nothing half-written stays."""
-
-    def stop(_signal: int, _frame: FrameType | None) -> NoReturn:
-        raise Stopped(143)
-
-    signal.signal(signal.SIGTERM, stop)
 
 
 @click.group(

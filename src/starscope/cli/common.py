@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, TypeVar
 
 import click
 
-from starscope.cli.units import plural
-from starscope.errors import InvalidContentError, OutputError
+from starscope.cli.units import one_line, plural
+from starscope.errors import InputError, InvalidContentError, OutputError, UsageError
 
 if TYPE_CHECKING:
     from starscope.model import Model
@@ -22,7 +23,25 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 ENGINE_NAMES = ("auto", "torch", "numpy")
-MODEL = click.Path(path_type=str)  # a path, for shell completion; "demo" and hub names too
+
+
+class PathName(click.Path):
+    """The name of a file or folder, which a shell completes. Whether it can be read is for the library to say."""
+
+    def __init__(self) -> None:
+        super().__init__(readable=False, path_type=str)
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
+        """The name as it is; an empty one would stand for the current folder."""
+        if not os.fspath(value):
+            self.fail("the name is empty; expected that of a file or folder.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = PathName()
+MODEL = PATH  # "demo" and hub names too
 
 
 @dataclass
@@ -33,11 +52,15 @@ class Session:
     verbose: bool = False
     traceback: bool = False
     json: bool = False
+    args: Sequence[str] = ()  # those before "--"
+    has_written: bool = False  # to stdout
+    is_mid_line: bool = False  # stdout: what was written there last does not end with a line feed
 
     def look_at(self, args: Sequence[str]) -> None:
         """Take what an error in the rest of the command line depends on, before it is parsed."""
-        self.json = "--json" in args
-        self.traceback = "--traceback" in args
+        self.args = args[: args.index("--")] if "--" in args else args
+        self.json = "--json" in self.args
+        self.traceback = "--traceback" in self.args
 
     def write(self, text: str) -> None:
         """Data to stdout, at once. OutputError when it cannot be written; BrokenPipeError when nobody reads."""
@@ -47,6 +70,8 @@ class Session:
         """As `write`, for what is bytes already."""
         if sys.stdout is None:
             raise OutputError("stdout is closed; expected a place for the output.")
+        if data:
+            self.has_written, self.is_mid_line = True, not data.endswith(b"\n")
         try:
             stdout: BinaryIO = sys.stdout.buffer
             stdout.write(data)
@@ -72,13 +97,20 @@ class Session:
         if self.verbose and not self.quiet:
             self.error(text)
 
-    def error(self, text: str) -> None:
-        """A line for the person, always."""
+    def error(self, *lines: str) -> None:
+        """Lines for the person, always; without control characters, which a file's name may hold.
+
+        Where stdout leads to the same place, they do not go on in the middle of its last line.
+        """
         if sys.stderr is None:
             return
+        text = "".join(one_line(line) + "\n" for line in lines)
+        if self.is_mid_line and are_one_place(sys.stdout, sys.stderr):
+            text = "\n" + text
+        self.is_mid_line = False
         with contextlib.suppress(OSError):  # nobody is there to be told
             stderr: BinaryIO = sys.stderr.buffer
-            stderr.write(text.encode("utf-8", "backslashreplace") + b"\n")
+            stderr.write(text.encode("utf-8", "backslashreplace"))
             stderr.flush()
 
     @property
@@ -96,6 +128,16 @@ def discard_stdout() -> None:
 def is_terminal(stream: TextIO | None) -> bool:
     """Whether a person is at the other end; None is a stream that was closed before the process began."""
     return stream is not None and stream.isatty()
+
+
+def are_one_place(one: TextIO | None, other: TextIO | None) -> bool:
+    """Whether two streams end in one terminal, pipe or file, so that what they carry is seen as one text."""
+    if one is None or other is None:
+        return False
+    try:
+        return os.path.sameopenfile(one.fileno(), other.fileno())
+    except (OSError, ValueError):  # not real files, as in tests
+        return False
 
 
 def everywhere(function: F) -> F:
@@ -124,12 +166,36 @@ def json_option(function: F) -> F:
     return option(function)
 
 
+def check_threads(_ctx: click.Context, _parameter: click.Parameter, value: int | None) -> int | None:
+    """The engines' own limit, before a model is loaded for nothing."""
+    if value is not None:
+        from starscope.engine.base import MAX_THREADS
+
+        if not 1 <= value <= MAX_THREADS:
+            raise UsageError(f"threads is {value}; expected 1 to {MAX_THREADS}.")
+    return value
+
+
+def check_context(_ctx: click.Context, _parameter: click.Parameter, value: int | None) -> int | None:
+    """At least one position; whether the model has so many is seen once it is loaded."""
+    if value is not None and value < 1:
+        raise UsageError(f"the context is {value}; expected a number of tokens, at least 1.")
+    return value
+
+
 def engine_options(function: F) -> F:
     """--engine, --device, --ctx and --threads, as `engine`, `device`, `ctx_length` and `threads`."""
     for option in (
-        click.option("-t", "--threads", type=int, metavar="N", help="Cores to use (default: all)."),
         click.option(
-            "--ctx", "ctx_length", type=int, metavar="N", help="Positions to use (default: all of the model's)."
+            "-t", "--threads", type=int, callback=check_threads, metavar="N", help="Cores to use (default: all)."
+        ),
+        click.option(
+            "--ctx",
+            "ctx_length",
+            type=int,
+            callback=check_context,
+            metavar="N",
+            help="Positions to use (default: all of the model's).",
         ),
         click.option("--device", default="auto", show_default=True, help="Where to run: auto, cpu, cuda, cuda:1, ..."),
         click.option(
@@ -202,6 +268,21 @@ def utf8(data: bytes, what: str) -> str:
         raise InvalidContentError(
             f"{what} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; expected UTF-8 text."
         ) from None
+
+
+def read_file(path: str) -> bytes:
+    """All bytes of a regular file. InputError for one that cannot be read, and for what is none: a device or a pipe
+    may have no end.
+    """
+    try:
+        # O_NONBLOCK: a pipe would wait for its other end.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise InputError(f"{path} is no regular file; expected a file of text.")
+            return file.read()
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InputError(f"{path} cannot be read: {reason}.") from error
 
 
 def text_or_stdin(ctx: click.Context, value: str | None, what: str) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from starscope.cli.common import Session, everywhere, json_option
+from starscope.cli.common import PATH, Session, everywhere, json_option
 from starscope.cli.progress import byte_progress
 from starscope.cli.units import bytes_text
 from starscope.errors import UsageError
@@ -20,9 +20,9 @@ DEFAULT_TYPE = "f16"
 
 
 @click.command()
-@click.argument("source", metavar="SRC", type=click.Path(path_type=str))
+@click.argument("source", metavar="SRC", type=PATH)
 @click.argument("type_", metavar="[TYPE]", required=False)
-@click.option("-o", "--out", "--outfile", type=click.Path(path_type=str), metavar="OUT", help="Where to write.")
+@click.option("-o", "--out", "--outfile", type=PATH, metavar="OUT", help="Where to write.")
 @click.option(
     "--to",
     "--outtype",
@@ -80,7 +80,7 @@ def convert(
             allow_unknown=allow_key,
             progress=progress,
         )
-    tell(session, report, verified=verify)
+    tell(session, report, verified=verify and report.tensors > 0)  # a vocabulary alone has nothing to verify
 
 
 def chosen_type(positional: str | None, option: str | None) -> str:
@@ -93,8 +93,8 @@ def chosen_type(positional: str | None, option: str | None) -> str:
 
 
 @click.command()
-@click.argument("source", metavar="IN", type=click.Path(path_type=str))
-@click.argument("out", metavar="OUT", type=click.Path(path_type=str))
+@click.argument("source", metavar="IN", type=PATH)
+@click.argument("out", metavar="OUT", type=PATH)
 @click.option("--to", required=True, metavar="TYPE", help="f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0; in any case.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @json_option

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from pathlib import Path
 
 import click
 
-from starscope.cli.common import MODEL, Session, engine_options, everywhere, json_option, load_model, utf8
+from starscope.cli.common import (
+    MODEL,
+    PATH,
+    Session,
+    engine_options,
+    everywhere,
+    json_option,
+    load_model,
+    read_file,
+    utf8,
+)
 from starscope.cli.progress import byte_progress
 from starscope.cli.units import plural
 from starscope.errors import InvalidContentError
@@ -16,7 +25,7 @@ from starscope.errors import InvalidContentError
 
 @click.command()
 @click.argument("model", type=MODEL)
-@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=str))
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=PATH)
 @click.option("--stride", type=int, metavar="N", help="Tokens between the beginnings of windows (default: half).")
 @engine_options
 @json_option
@@ -40,7 +49,7 @@ def perplexity(
     bits_per_byte is the total negative log2-likelihood divided by the bytes of all files; perplexity is for one token.
     """
     session: Session = ctx.obj
-    texts = [utf8(Path(file).read_bytes(), file) for file in files]
+    texts = [utf8(read_file(file), file) for file in files]
     if not any(texts):
         raise InvalidContentError(f"there is no text in {', '.join(files)}; expected at least one byte.")
     loaded = load_model(session, model, engine, device, ctx_length, threads)

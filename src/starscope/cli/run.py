@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ from starscope.cli.common import (
     Session,
     engine_options,
     everywhere,
-    is_terminal,
     json_option,
     load_model,
     load_tokenizer,
@@ -26,7 +24,7 @@ from starscope.cli.units import plural
 if TYPE_CHECKING:
     from starscope.generate import Completion
     from starscope.model import Model
-    from starscope.sampling import SamplingArguments
+    from starscope.sampling import SamplingArguments, SamplingOptions
 
 
 @click.command()
@@ -65,7 +63,7 @@ def run(
     Logit biases come first, then penalties, temperature, top_k, typical_p, top_p and min_p, or the order of
     --samplers, then the draw.
     """
-    from starscope.generate import check_limits
+    from starscope.generate import check_limits, first_id
     from starscope.sampling import SamplingOptions, describe
 
     session: Session = ctx.obj
@@ -80,6 +78,11 @@ def run(
 
     loaded = load_model(session, model, engine, device, ctx_length, threads)
     session.detail(f"sampling: {describe(options)}")
+    if idle := idle_options(ctx, options):
+        session.note(f"note: at temperature 0 these do nothing: {', '.join(idle)}.")
+    if not before and after is None:
+        first = first_id(loaded.tokenizer)
+        session.note(f"note: the prompt is empty; generation begins from {loaded.tokenizer.piece(first)} ({first}).")
     completion = None
     for piece in loaded.generate(
         before,
@@ -96,11 +99,21 @@ def run(
     assert completion is not None, "the last piece has the completion"
     if session.json:
         session.document(as_document(completion))
-    elif completion.text and is_terminal(sys.stdout):
-        session.note("")
     if after is not None:
         warn_of_cut(session, loaded, before, after, completion)
     session.note(summary(completion))
+
+
+def idle_options(ctx: click.Context, options: SamplingOptions) -> list[str]:
+    """The options that were given and choose among tokens, where nothing is chosen."""
+    if not options.is_greedy:
+        return []
+    given = click.core.ParameterSource.COMMANDLINE
+    return [
+        f"--{name.replace('_', '-')}"
+        for name in ("top_k", "top_p", "min_p", "typical_p", "seed")
+        if ctx.get_parameter_source(name) is given
+    ]
 
 
 def as_document(completion: Completion) -> dict[str, object]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from starscope.cli.common import MODEL, Session, everywhere, json_option
-from starscope.cli.units import bytes_text, count_text
+from starscope.cli.units import bytes_text, count_text, one_line
 from starscope.errors import StarscopeError
 
 if TYPE_CHECKING:
@@ -266,18 +266,14 @@ def formats_text(document: dict[str, Any]) -> str:
     return ", ".join(f"{name} {bytes_text(size)}" for name, size in document["bytes_by_format"].items())
 
 
-def one_line(value: Any) -> str:
-    """A value without line feeds or other control characters, which a file may hold."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(value))
-
-
 def tensor_lines(listed: list[dict[str, Any]]) -> str:
     """One line a tensor."""
-    width = max((len(tensor["name"]) for tensor in listed), default=0)
+    names = [one_line(tensor["name"]) for tensor in listed]  # a folder's may hold anything
+    width = max(map(len, names), default=0)
     lines = []
-    for tensor in listed:
+    for name, tensor in zip(names, listed, strict=True):
         shape = "[" + " ".join(map(str, tensor["shape"])) + "]"
-        lines.append(f"{tensor['name']:<{width}}  {tensor['format']:<6} {shape:<16} {tensor['bytes']:>14,}\n")
+        lines.append(f"{name:<{width}}  {tensor['format']:<6} {shape:<16} {tensor['bytes']:>14,}\n")
     return "".join(lines)
 
 

@@ -1,6 +1,8 @@
-"""Numbers for people: bytes in binary units, counts in thousands."""
+"""Numbers and names for people: bytes in binary units, counts in thousands, texts in one line."""
 
 from __future__ import annotations
+
+from typing import Any
 
 
 def bytes_text(count: int) -> str:
@@ -26,3 +28,8 @@ def count_text(count: int) -> str:
 def plural(count: int, noun: str) -> str:
     """1 -> "1 token", 2 -> "2 tokens"."""
     return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def one_line(value: Any) -> str:
+    """A value without line feeds or other control characters, which a file or its name may hold."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(value))

@@ -5,6 +5,7 @@ The memory is three things: the last tokens (for the penalties), mirostat's mu, 
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -117,7 +118,7 @@ class Sampler:
 
     def __init__(self, options: SamplingOptions, prompt_ids: Sequence[int] = ()) -> None:
         self.options = options
-        self.window = deque(prompt_ids, maxlen=options.penalty_window)
+        self.window = deque(prompt_ids, maxlen=min(options.penalty_window, sys.maxsize))
         self.mu = 2 * options.mirostat_tau  # bits; where Basu et al. begin
         self._steps = [STEPS[name] for name in chain(options)]
         self._bits = np.random.PCG64(options.seed)
@@ -126,14 +127,19 @@ class Sampler:
         """The id of the next token, from float32 logits `[vocab_size]`."""
         return self.choose(logits).token_id
 
-    def choose(self, logits: Logits) -> Choice:
+    def choose(self, logits: Logits, allowed: Sequence[int] | None = None) -> Choice:
         """The next token with its candidates; it is remembered as the text's last.
+
+        `allowed` are the only ids in the race, ascending, one at least; None for every token.
 
         Raises InvalidContentError for logits that are no numbers, UsageError for a bias on a token there is not.
         """
         most_likely(logits)  # refuses what is not a number
         check_tokens(self.options.logit_bias or {}, len(logits))
         candidates = every_token(logits)
+        if allowed is not None:
+            ids = np.array(allowed, np.int64)
+            candidates = Candidates(ids, candidates.logits[ids])
         for step in self._steps:
             candidates = step.apply(candidates, self.options, self.window)
         choice = self._choose_of(candidates)
