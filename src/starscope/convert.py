@@ -14,7 +14,10 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -36,6 +39,7 @@ CHUNK_BYTES = 4 << 20
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32}
 """`general.file_type` of a file whose matrices are in a format; also the formats that can be asked for."""
 QUANTIZATION_VERSION = 2  # of ggml's block layouts, those of formats.py
+DEFAULT_TYPE = "f16"
 FALLBACK = "F16"  # for rows that are not whole quant blocks
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 LICENSE_KEYS = {
@@ -47,7 +51,7 @@ LICENSE_KEYS = {
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What was written: `bytes` in `seconds`. `parameters` counts every value once; `notes` are for a person."""
+    """What was written: `bytes` in `seconds`. `parameters` counts the values in the file; `notes` are for a person."""
 
     out: Path
     bytes: int
@@ -63,7 +67,7 @@ def convert(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
     *,
-    to: str = "f16",
+    to: str = DEFAULT_TYPE,
     vocab_only: bool = False,
     expand_mqa: bool = False,
     verify: bool = False,
@@ -88,31 +92,39 @@ def convert(
         path = Path(out) if out is not None else checkpoint.folder / f"{name}.gguf"
         check_output(path, force, inputs=(file for file in checkpoint.folder.iterdir() if file.suffix != ".gguf"))
         tokenizer = Tokenizer.from_folder(checkpoint.folder, checkpoint.config, checkpoint.generation_config)
-        notes: list[str] = []
+        notes = list(tokenizer.notes)
+        if vocab_only:
+            notes += _without_effect(to, expand_mqa)
+            target = target_format(DEFAULT_TYPE)
         mapped = None if vocab_only else map_checkpoint(checkpoint, allow_unknown)
         if mapped is None:
             family, hp = _read_vocabulary_sizes(checkpoint, tokenizer, allow_unknown)
         else:
             family, hp = mapped.family, mapped.hparams
             notes += mapped.notes
-        tensors, keys = _expanded(mapped, family, hp) if expand_mqa else (_tensors(mapped), {})
-        if expand_mqa and hp.num_kv_heads > 1:
+        expands = expand_mqa and not vocab_only
+        tensors, keys = _expanded(mapped, family, hp) if expands else (_tensors(mapped), {})
+        if expands and hp.num_kv_heads > 1:
             notes.append(f"every query head has a key head of its own already ({hp.num_kv_heads}); none is repeated.")
         formats, fallen = choose_formats([(t.slot.gguf, t.slot.always_f32, t.shape) for t in tensors], target)
         notes += fallen
         pieces = [Piece(tensor, formats[tensor.slot.gguf]) for tensor in tensors]
-        parameters = sum(piece.tensor.slot.parameters for piece in pieces)
         metadata = {
-            **_general_metadata(checkpoint, family, parameters),
+            **_general_metadata(checkpoint, family, sum(piece.tensor.slot.parameters for piece in pieces)),
             **metadata_from_hparams(family, hp),
             **keys,
             **file_type_metadata(target),
             **tokenizer.to_metadata(hp.vocab_size),
         }
         count = Counter(progress, sum(piece.nbytes for piece in pieces) * (2 if verify else 1))
-        outputs = [OutputTensor(p.name, p.tensor.shape, p.format, count.counted(p.chunks)) for p in pieces]
+        watch = FiniteWatch()
+        outputs = [
+            OutputTensor(p.name, p.tensor.shape, p.format, count.counted(partial(p.chunks, watch))) for p in pieces
+        ]
         check = (lambda written: _verify(written, pieces, count)) if verify else None
         size = write_gguf(path, metadata, outputs, force=force, check=check)
+        parameters = sum(prod(piece.tensor.shape) for piece in pieces)
+        notes += watch.notes()
         seconds = time.perf_counter() - began
         return ConversionReport(path, size, seconds, len(pieces), parameters, family.name, target.name, notes)
 
@@ -185,6 +197,35 @@ def encode_checked(name: str, format_: Format, values: Floats) -> Bytes:
     return raw
 
 
+class FiniteWatch:
+    """Counts the values that are not finite (NaN, infinities) among those that pass, and keeps the first name."""
+
+    # Of each float type: the integer of its size, and infinity's bits; a NaN has larger ones.
+    INFINITY: ClassVar = {"F32": (4, 0x7F800000), "F16": (2, 0x7C00), "BF16": (2, 0x7F80)}
+
+    def __init__(self) -> None:
+        self._first, self._count = "", 0
+
+    def look(self, name: str, format_: Format, raw: Bytes) -> None:
+        """See `raw`, values of the float type `format_`. Takes two passes over integers, at the speed of the memory."""
+        size, infinity = self.INFINITY[format_.name]
+        signed, unsigned = (raw.view(f"<{kind}{size}") for kind in "iu")
+        sign = 1 << (8 * size - 1)
+        if signed.max(initial=0) < infinity and unsigned.max(initial=0) < infinity + sign:
+            return
+        self._count += int(np.count_nonzero(unsigned & (sign - 1) >= infinity))
+        self._first = self._first or name
+
+    def notes(self) -> list[str]:
+        """One line for a person when there was any."""
+        if not self._count:
+            return []
+        what = "1 value is" if self._count == 1 else f"{self._count} values are"
+        return [
+            f"{what} not finite (NaN or infinite), the first in {self._first}; the model cannot be expected to work."
+        ]
+
+
 @dataclass(frozen=True)
 class Piece:
     """One tensor of the output: where its values come from and how they are stored."""
@@ -206,21 +247,23 @@ class Piece:
         step = max(1, CHUNK_BYTES // max(1, self.tensor.stored.nbytes // max(1, self.tensor.stored.num_rows)))
         return ((start, min(start + step, rows)) for start in range(0, rows, step))
 
-    def encoded(self, start: int, stop: int, buffer: Bytes | None = None) -> Bytes:
+    def encoded(self, start: int, stop: int, buffer: Bytes | None = None, watch: FiniteWatch | None = None) -> Bytes:
         """Rows start … stop in the output's format: uint8 [rows row_bytes]. `buffer` may hold what is read."""
         stored = self.tensor.stored.format
+        raw = self.tensor.read_raw(start, stop, buffer if stored != self.format else None)
+        if watch is not None:
+            watch.look(self.tensor.stored.name, stored, raw)
         if stored == self.format:
-            return self.tensor.read_raw(start, stop)
-        raw = self.tensor.read_raw(start, stop, buffer)
+            return raw
         return encode_checked(self.tensor.stored.name, self.format, decode(stored, raw))
 
-    def chunks(self) -> Iterator[Bytes]:
+    def chunks(self, watch: FiniteWatch) -> Iterator[Bytes]:
         """The tensor's bytes in order. What is read passes through one buffer, which stays in the cache."""
         buffer: Bytes | None = None
         for start, stop in self.spans():
             if buffer is None and len(self.tensor.shape) > 1:
                 buffer = np.empty((stop - start) * self.tensor.stored.row_bytes, np.uint8)
-            yield self.encoded(start, stop, buffer)
+            yield self.encoded(start, stop, buffer, watch)
 
 
 class Counter:
@@ -244,6 +287,12 @@ class Counter:
                 self.add(chunk.nbytes)
 
         return counting
+
+
+def _without_effect(to: str, expand_mqa: bool) -> list[str]:
+    """A note about what was asked of weights, where there are none."""
+    asked = ([f"the type {to}"] if to.lower() != DEFAULT_TYPE else []) + (["repeated key heads"] if expand_mqa else [])
+    return [f"a vocabulary alone has no weights; without effect: {', '.join(asked)}."] if asked else []
 
 
 def _tensors(mapped: MappedCheckpoint | None) -> list[MappedTensor]:
