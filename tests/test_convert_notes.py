@@ -10,10 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import starscope.convert
+from starscope.checkpoint import open_checkpoint
 from starscope.convert import convert
 from starscope.errors import CheckpointError, UnsupportedError
+from starscope.family import find_family_for_config
 from starscope.gguf import read_gguf
-from support.checkpoints import edit_config, make_checkpoint
+from starscope.mapping import checkpoint_hparams, count_parameters
+from support.checkpoints import edit_config, make_checkpoint, make_santacoder, store_as_torch
 
 NORM = "transformer.h.1.ln_1.weight"
 MATRIX = "transformer.h.0.mlp.c_fc.weight"
@@ -114,3 +117,17 @@ def test_parameters_are_the_values_that_the_file_holds(expand_mqa: bool, tmp_pat
     report = convert(tmp_path, expand_mqa=expand_mqa)
     with read_gguf(report.out) as file:
         assert report.parameters == sum(int(np.prod(info.shape)) for info in file.tensors.values())
+
+
+@pytest.mark.parametrize("form", ["tied", "untied", "first SantaCoder"])
+def test_a_folder_of_pytorch_files_is_counted_as_it_is_converted(form: str, tmp_path: Path) -> None:
+    if form == "first SantaCoder":
+        make_santacoder(tmp_path)
+    else:
+        state = make_checkpoint(tmp_path, tied=form == "tied").state_dict()
+        masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 128, 128, dtype=torch.bool) for i in range(2)}
+        store_as_torch(tmp_path, {**state, **masks}, shards=2)
+    with open_checkpoint(tmp_path) as checkpoint:
+        family = find_family_for_config(checkpoint.config)
+        found = count_parameters(family, checkpoint, checkpoint_hparams(family, checkpoint))
+    assert found == convert(tmp_path).parameters

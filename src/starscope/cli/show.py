@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from starscope.gguf import GGUFFile
     from starscope.graph import Graph
 
+MOST_SHOWN = 200  # characters of a name or a text that a file holds, which may be of any length
 SIZES = (  # standard names that `show` prints, in this order
     "context_length",
     "num_layers",
@@ -56,13 +57,13 @@ def show(ctx: click.Context, file: str, tensors: bool) -> None:
 
 def describe_gguf(path: Path) -> dict[str, Any]:
     """Everything that `show` tells of a GGUF file."""
-    from starscope.family import find_family_for_gguf, hparams_from_metadata
+    from starscope.family import find_family_of_file, hparams_from_metadata
     from starscope.gguf import read_gguf
 
     with read_gguf(path) as file:
         family, hp, problems = None, None, []
         try:
-            family = find_family_for_gguf(str(file.get("general.architecture")))
+            family = find_family_of_file(file)
             hp = hparams_from_metadata(family, file)
         except StarscopeError as error:
             problems.append(error.message)
@@ -82,9 +83,9 @@ def describe_gguf(path: Path) -> dict[str, Any]:
             "path": str(path),
             "kind": f"GGUF v{file.version}",
             "file_bytes": sum(part.stat().st_size for part in file.paths),
-            "architecture": file.get("general.architecture"),
-            "name": file.get("general.name"),
-            "license": file.get("general.license"),
+            "architecture": text_of(file, "general.architecture"),
+            "name": text_of(file, "general.name"),
+            "license": text_of(file, "general.license"),
             **describe_model(family, hp, listed),
             "tokenizer": tokenizer,
             "metadata": {} if hp else own_keys(file),
@@ -96,14 +97,16 @@ def describe_gguf(path: Path) -> dict[str, Any]:
 def describe_folder(path: Path) -> dict[str, Any]:
     """Everything that `show` tells of a Hugging Face folder."""
     from starscope.family import find_family_for_config
+    from starscope.mapping import checkpoint_hparams, count_parameters
     from starscope.tokenizer import Tokenizer
 
     checkpoint, problems = open_folder(path)
     with checkpoint:
-        family, hp = None, None
+        family, hp, parameters = None, None, None
         try:
             family = find_family_for_config(checkpoint.config)
-            hp = folder_hparams(family, checkpoint)
+            hp = checkpoint_hparams(family, checkpoint)
+            parameters = count_parameters(family, checkpoint, hp)
         except StarscopeError as error:
             problems.append(error.message)
         ours = {slot.hf: slot.name for slot in family.slots(hp)} if family and hp else {}
@@ -124,6 +127,7 @@ def describe_folder(path: Path) -> dict[str, Any]:
             tokenizer = {
                 "model": "gpt2",
                 "pre": read.pre_tokenizer,
+                "pre_is_assumed": False,
                 "tokens": read.vocab_size,
                 "bos": read.bos_id,
                 "eos": read.eos_id,
@@ -132,15 +136,15 @@ def describe_folder(path: Path) -> dict[str, Any]:
         except StarscopeError as error:
             problems.append(error.message)
         files = {tensor.path for tensor in checkpoint.tensors.values()}
-        architectures = checkpoint.config.get("architectures")
+        architectures, origin = (checkpoint.config.get(key) for key in ("architectures", "_name_or_path"))
         return {
             "path": str(path),
             "kind": "Hugging Face folder",
             "file_bytes": sum(file.stat().st_size for file in files),
-            "architecture": architectures[0] if isinstance(architectures, list) and architectures else None,
-            "name": checkpoint.config.get("_name_or_path") or path.resolve().name,
+            "architecture": next(filter(is_text, architectures if isinstance(architectures, list) else ()), None),
+            "name": origin if origin and is_text(origin) else path.resolve().name,
             "license": readme.get("license"),
-            **describe_model(family, hp, listed),
+            **describe_model(family, hp, listed, parameters),
             "tokenizer": tokenizer,
             "metadata": {} if hp else scalars(checkpoint.config),
             "problems": problems,
@@ -158,21 +162,17 @@ def open_folder(path: Path) -> tuple[Checkpoint, list[str]]:
         return open_checkpoint(path, weights=False), [error.message]
 
 
-def folder_hparams(family: Family, checkpoint: Checkpoint) -> HParams:
-    """A folder's sizes; the vocabulary's from the embedding's rows where the config has none."""
-    from starscope.family import read_config
+def describe_model(
+    family: Family | None, hp: HParams | None, listed: list[dict[str, Any]], parameters: int | None = None
+) -> dict[str, Any]:
+    """Sizes, parameters, and what the formats take; a vocabulary alone gets the parameters of the model it is of.
 
-    tables = [checkpoint.tensors.get(f"{row.hf}.weight") for row in family.tensors if row.name == "embed_tokens"]
-    rows = tables[0].shape[0] if tables and tables[0] else None
-    return read_config(family, checkpoint.config, vocab_size=rows)
-
-
-def describe_model(family: Family | None, hp: HParams | None, listed: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sizes, parameters, and what the formats take; a vocabulary alone gets the parameters of the model it is of."""
+    `parameters` is given where not every tensor listed holds some.
+    """
     by_format: dict[str, int] = {}
     for tensor in listed:
         by_format[tensor["format"]] = by_format.get(tensor["format"], 0) + tensor["bytes"]
-    parameters = sum(math.prod(tensor["shape"]) for tensor in listed)
+    parameters = parameters or sum(math.prod(tensor["shape"]) for tensor in listed)
     if not listed and family and hp:
         parameters = sum(slot.parameters for slot in family.slots(hp) if slot.tied_to is None)
     size = family.size_class(hp) if family and hp else None
@@ -191,21 +191,22 @@ def describe_tokenizer(file: GGUFFile, family: Family | None) -> tuple[dict[str,
     from starscope.tokenizer import Tokenizer
     from starscope.tokenizer.metadata import read_metadata
 
-    model = file.get("tokenizer.ggml.model")
-    if model is None:
+    if "tokenizer.ggml.model" not in file.metadata:
         return None, None
     tokens = file.metadata.get("tokenizer.ggml.tokens")
-    described = {
-        "model": model,
-        "pre": file.get("tokenizer.ggml.pre"),
+    bos, eos = (file.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos"))
+    described: dict[str, Any] = {
+        "model": text_of(file, "tokenizer.ggml.model"),
+        "pre": text_of(file, "tokenizer.ggml.pre"),
+        "pre_is_assumed": False,
         "tokens": tokens.count if tokens else 0,
-        "bos": file.get("tokenizer.ggml.bos_token_id"),
-        "eos": file.get("tokenizer.ggml.eos_token_id"),
+        "bos": bos if type(bos) is int else None,
+        "eos": eos if type(eos) is int else None,
         "fim": None,
     }
     try:
         source = read_metadata(file, family.default_pre_tokenizer if family else "gpt-2")
-        described["pre"] = source.pre_tokenizer
+        described["pre"], described["pre_is_assumed"] = source.pre_tokenizer, source.pre_is_assumed
         named = source.roles.fim
         if not {"prefix", "suffix", "middle"} <= named.keys():  # only then is the vocabulary searched
             fim = Tokenizer(source).fim
@@ -222,16 +223,31 @@ def fim_ids(named: Any) -> dict[str, int]:
     return {role: named[role] for role in order if named.get(role) is not None}
 
 
+def text_of(file: GGUFFile, key: str) -> str | None:
+    """The text under a key; None where the file has none, or a value of another type there."""
+    value = file.get(key)
+    return value if isinstance(value, str) else None
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is a text."""
+    return isinstance(value, str)
+
+
 def own_keys(file: GGUFFile) -> dict[str, Any]:
     """The architecture's own keys as the file spells them."""
-    prefix = f"{file.get('general.architecture')}."
+    prefix = f"{text_of(file, 'general.architecture')}."
     return scalars({key: value.data for key, value in file.metadata.items() if key.startswith(prefix)})
 
 
 def scalars(values: dict[str, Any]) -> dict[str, Any]:
     """What can be printed in one line each."""
     kinds = (str, int, float, bool)
-    return {key: value for key, value in values.items() if isinstance(value, kinds) and value == value}
+    return {
+        key: value
+        for key, value in values.items()
+        if isinstance(value, kinds) and (not isinstance(value, float) or math.isfinite(value))
+    }
 
 
 def as_text(document: dict[str, Any]) -> str:
@@ -239,26 +255,34 @@ def as_text(document: dict[str, Any]) -> str:
     known = document["family"] is not None
     rows: list[tuple[str, Any]] = [
         ("file", f"{document['path']} ({document['kind']}, {bytes_text(document['file_bytes'])})"),
-        ("architecture", f"{document['architecture']} ({document['family'] if known else 'not supported here'})"),
-        ("name", document["name"]),
-        ("license", document["license"]),
+        (
+            "architecture",
+            f"{brief(document['architecture'])} ({document['family'] if known else 'not supported here'})",
+        ),
+        ("name", brief(document["name"])),
+        ("license", brief(document["license"])),
         ("size class", document["size_class"]),
         ("parameters", f"{document['parameters']:,}" if document["parameters"] else None),
         ("weights", "none, a vocabulary alone" if document["vocabulary_only"] else formats_text(document)),
     ]
     rows += [(name, document[name]) for name in SIZES]
-    rows += list(document["metadata"].items())
+    rows += [(brief(key), brief(value)) for key, value in document["metadata"].items()]
     tokenizer = document["tokenizer"]
     if tokenizer:
-        rows.append(
-            ("tokenizer", f"{tokenizer['model']}, pre-tokenizer {tokenizer['pre']}, {tokenizer['tokens']} tokens")
-        )
+        pre = f"{brief(tokenizer['pre'])}{' (assumed)' if tokenizer['pre_is_assumed'] else ''}"
+        rows.append(("tokenizer", f"{brief(tokenizer['model'])}, pre-tokenizer {pre}, {tokenizer['tokens']} tokens"))
         rows.append(("bos, eos", f"{tokenizer['bos']}, {tokenizer['eos']}"))
         fim = ", ".join(f"{role} {token}" for role, token in (tokenizer["fim"] or {}).items())
         rows.append(("fill-in-middle", fim or "no tokens for it"))
     rows += [("note", problem) for problem in document["problems"]]
-    width = max(len(name) for name, value in rows if value is not None)
-    return "".join(f"{name:<{width}}  {one_line(value)}\n" for name, value in rows if value is not None)
+    lines = [(one_line(name), one_line(value)) for name, value in rows if value is not None]
+    width = max(len(name) for name, _ in lines)
+    return "".join(f"{name:<{width}}  {value}\n" for name, value in lines)
+
+
+def brief(value: Any) -> Any:
+    """A text as far as it is shown; anything else as it is."""
+    return f"{value[:MOST_SHOWN]}..." if isinstance(value, str) and len(value) > MOST_SHOWN else value
 
 
 def formats_text(document: dict[str, Any]) -> str:
@@ -298,7 +322,7 @@ def graph(ctx: click.Context, model: str) -> None:
 
 def read_graph(model: str) -> Graph:
     """The graph that MODEL's header gives."""
-    from starscope.family import find_family_for_gguf, hparams_from_metadata
+    from starscope.family import find_family_of_file, hparams_from_metadata
     from starscope.gguf import read_gguf
     from starscope.graph import record
     from starscope.model import find_model
@@ -306,13 +330,14 @@ def read_graph(model: str) -> Graph:
     path = find_model(model)
     if path.is_dir():
         from starscope.family import find_family_for_config
+        from starscope.mapping import checkpoint_hparams
 
         checkpoint, _ = open_folder(path)
         with checkpoint:
             family = find_family_for_config(checkpoint.config)
-            return record(family, folder_hparams(family, checkpoint))
+            return record(family, checkpoint_hparams(family, checkpoint))
     with read_gguf(path) as file:
-        family = find_family_for_gguf(str(file.get("general.architecture")))
+        family = find_family_of_file(file)
         hp = hparams_from_metadata(family, file)
         if family.fold and file.tensors:
             hp, _ = family.fold(hp, file)

@@ -1,0 +1,103 @@
+"""`show` of files that say odd things: every document is printed, and counts what a conversion keeps."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from starscope.gguf import ValueType, array, f32, read_gguf, string, strings, u32, write_gguf
+
+ODD = [u32(5), f32(float("nan")), strings(["a"]), array(ValueType.INT32, [1, 2]), string("x" * 60_000)]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "general.architecture", "general.name", "general.license", "starcoder.hidden_activation",
+        "starcoder.vocab_size",
+        "tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens", "tokenizer.ggml.bos_token_id",
+        "tokenizer.ggml.eos_token_id",
+    ],
+)  # fmt: skip
+def test_a_key_of_any_type_leaves_a_document(key, cli, model, tmp_path):
+    for value in ODD:
+        with read_gguf(model) as file:
+            write_gguf(tmp_path / "odd.gguf", {**file.metadata, key: value}, [], force=True)
+        shown = cli("show", tmp_path / "odd.gguf", "--json")
+        assert shown.exit_code == 0
+        document = json.loads(shown.stdout, parse_constant=pytest.fail)
+        kinds = (str, type(None))
+        assert all(isinstance(document[name], kinds) for name in ("architecture", "name", "license"))
+        text = cli("show", tmp_path / "odd.gguf")
+        assert text.exit_code == 0
+        assert max(map(len, text.stdout.splitlines())) < 1000
+
+
+@pytest.mark.parametrize("changes", [
+    {"architectures": "x"}, {"architectures": [5]}, {"_name_or_path": {"a": 1}}, {"_name_or_path": "x" * 60_000},
+    {"model_type": 5}, {"activation_function": ["gelu"]}, {"multi_query": "no"}, {"tie_word_embeddings": "no"},
+    {"n_layer": {}}, {"n_positions": 10**400},
+], ids=lambda changes: next(iter(changes)))  # fmt: skip
+def test_a_config_of_any_types_leaves_a_document(changes, cli, folder, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, **changes}))
+    shown = cli("show", copy, "--json")
+    assert shown.exit_code == 0
+    document = json.loads(shown.stdout)
+    assert isinstance(document["name"], str)
+    assert cli("show", copy).exit_code == 0
+    if not changes.keys() & {"_name_or_path"}:
+        assert document["problems"]
+
+
+def test_a_pre_tokenizer_that_the_file_does_not_name_is_marked(cli, model, tmp_path):
+    with read_gguf(model) as file:
+        metadata = {key: value for key, value in file.metadata.items() if key != "tokenizer.ggml.pre"}
+        write_gguf(tmp_path / "m.gguf", metadata, [])
+    tokenizer = json.loads(cli("show", tmp_path / "m.gguf", "--json").stdout)["tokenizer"]
+    assert (tokenizer["pre"], tokenizer["pre_is_assumed"]) == ("starcoder", True)
+    assert "pre-tokenizer starcoder (assumed)" in cli("show", tmp_path / "m.gguf").stdout
+    assert json.loads(cli("show", model, "--json").stdout)["tokenizer"]["pre_is_assumed"] is False
+    assert "(assumed)" not in cli("show", model).stdout
+
+
+def test_masks_and_a_tied_head_are_no_parameters_of_a_folder(cli, folder, model, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    tensors = load_file(copy / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].copy()
+    for layer in range(2):
+        tensors[f"transformer.h.{layer}.attn.bias"] = np.ones((1, 1, 64, 64), np.uint8)
+        tensors[f"transformer.h.{layer}.attn.masked_bias"] = np.float32([-1e4])
+    save_file(tensors, copy / "model.safetensors")
+    parameters = [json.loads(cli("show", path, "--json").stdout)["parameters"] for path in (model, copy)]
+    assert parameters[0] == parameters[1]
+    report = json.loads(cli("convert", copy, "-o", tmp_path / "out.gguf", "--json").stdout)
+    assert report["parameters"] == parameters[0]
+
+
+def test_a_head_of_its_own_is_counted(cli, folder, model, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    tensors = load_file(copy / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"] * np.float32(2)
+    save_file(tensors, copy / "model.safetensors")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    tied, untied = (json.loads(cli("show", path, "--json").stdout)["parameters"] for path in (model, copy))
+    assert untied == tied + tensors["lm_head.weight"].size
+
+
+def test_repeated_heads_are_counted_by_the_report_as_by_show(cli, folder, tmp_path):
+    out = tmp_path / "wide.gguf"
+    report = json.loads(cli("convert", folder, "--expand-mqa", "-o", out, "--json").stdout)
+    assert report["parameters"] == json.loads(cli("show", out, "--json").stdout)["parameters"]
