@@ -17,9 +17,9 @@ from starscope.checkpoint.content import short
 from starscope.errors import TokenizerError, UnsupportedError
 from starscope.gguf.format import Value, ValueType, array, boolean, string, strings, u32
 from starscope.tokenizer.bytelevel import ALPHABET, bytes_to_piece
-from starscope.tokenizer.source import Source, split_merges
+from starscope.tokenizer.source import Source, padded, split_merges
 from starscope.tokenizer.structure import check_name
-from starscope.tokenizer.vocabulary import Contents, Roles, TokenType, is_padding, padding_piece
+from starscope.tokenizer.vocabulary import Contents, Roles, TokenType, is_padding
 
 if TYPE_CHECKING:
     from starscope.gguf.reader import GGUFFile
@@ -215,21 +215,15 @@ def write_metadata(
 
     `fim` has the ids of FimTokens by name, `end` the token that ends a text.
     """
-    where, roles, size = source.where, source.roles, len(contents.pieces)
-    rows = size if num_rows is None else num_rows
-    if size > rows:
-        raise TokenizerError(f"{where} has {size} tokens, added ones included; the embedding has {rows} rows.")
+    where, roles = source.where, source.roles
+    contents = contents if num_rows is None else padded(contents, num_rows)
     for token_id, flags in contents.matching.items():
         if flags.lstrip or flags.rstrip or flags.single_word:
             found = f"the added token {short(contents.pieces[token_id])} sets lstrip, rstrip or single_word"
             raise UnsupportedError(f"{where}: {found}, which a GGUF file cannot say.")
-    pieces = [*contents.pieces, *(padding_piece(token_id) for token_id in range(size, rows))]
-    if len(set(pieces)) != len(pieces):
-        raise TokenizerError(f"{where} has a token that is spelled like the padding from {padding_piece(size)} on.")
     if len(roles.ends) > len(END_KEYS):
         found = f"{where} names {1 + len(roles.ends)} end tokens"
         raise UnsupportedError(f"{found}; a GGUF file holds {1 + len(END_KEYS)}.")
-    types = contents.types + bytes([TokenType.UNUSED]) * (rows - size)
     ids = {
         "bos": end if roles.bos is None else roles.bos,  # other readers take token 11 for an absent bos or eos
         "eos": end,
@@ -241,8 +235,8 @@ def write_metadata(
     return {
         "tokenizer.ggml.model": string(MODEL),
         "tokenizer.ggml.pre": string(source.pre_tokenizer),
-        "tokenizer.ggml.tokens": strings(pieces),
-        "tokenizer.ggml.token_type": array(ValueType.INT32, np.frombuffer(types, np.uint8).astype("<i4")),
+        "tokenizer.ggml.tokens": strings(contents.pieces),
+        "tokenizer.ggml.token_type": array(ValueType.INT32, np.frombuffer(contents.types, np.uint8).astype("<i4")),
         "tokenizer.ggml.merges": strings(f"{left} {right}" for left, right in contents.merges),
         **{f"tokenizer.ggml.{key}_token_id": u32(token_id) for key, token_id in ids.items() if token_id is not None},
         "tokenizer.ggml.add_bos_token": boolean(source.add_bos),

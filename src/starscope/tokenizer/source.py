@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from starscope.checkpoint.content import short
 from starscope.errors import TokenizerError
-from starscope.tokenizer.vocabulary import Contents, Roles
+from starscope.tokenizer.vocabulary import Contents, Roles, TokenType, padding_piece
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,29 @@ class Source:
                 )
         if self.add_bos and roles.bos is None:
             raise TokenizerError(f"{self.where} asks for a bos token before every text and names none.")
+
+
+def padded(contents: Contents, num_rows: int) -> Contents:
+    """A vocabulary with unused tokens up to `num_rows`, the rows of the embedding.
+
+    TokenizerError when there are more tokens than rows, or one that is spelled like the padding.
+    """
+    size = len(contents.pieces)
+    if size > num_rows:
+        raise TokenizerError(
+            f"{contents.where} has {size} tokens, added ones included; the embedding has {num_rows} rows."
+        )
+    padding = [padding_piece(token_id) for token_id in range(size, num_rows)]
+    if not set(padding).isdisjoint(contents.pieces):
+        raise TokenizerError(
+            f"{contents.where} has a token that is spelled like the padding from {padding_piece(size)} on."
+        )
+    return replace(
+        contents,
+        pieces=[*contents.pieces, *padding],
+        types=contents.types + bytes([TokenType.UNUSED]) * len(padding),
+        scores=None if contents.scores is None else [*contents.scores, *[0.0] * len(padding)],
+    )
 
 
 def split_merges(lines: Iterable[str], where: str) -> list[tuple[str, str]]:
