@@ -36,8 +36,11 @@ def generate_batch(
     stop_ids: Collection[int] | None = None,
     logprobs: int = 0,
     load_s: float = 0.0,
+    begins: Sequence[bytes] = (),
 ) -> list[Completion]:
     """Continue every prompt, with the arguments of `generate`; the completions are in the order of the prompts.
+
+    `begins` has the `begin` of each, or nothing.
 
     Raises what `generate` raises, before anything has run, and then says which prompt it is: `prompts[1]: ...`.
     """
@@ -55,7 +58,9 @@ def generate_batch(
     while waiting or rows:
         while waiting and len(rows) < MOST_ROWS:
             i, ids = waiting.pop()
-            rows[i] = Continuation(tokenizer, ids, idle.pop() if idle else engine.new_cache(), asked)
+            rows[i] = Continuation(
+                tokenizer, ids, idle.pop() if idle else engine.new_cache(), asked, begins[i] if begins else b""
+            )
         _step(engine, list(rows.values()))
         for i in [i for i, text in rows.items() if text.ended]:
             text = rows.pop(i)
@@ -67,12 +72,12 @@ def generate_batch(
 
 
 def _step(engine: Engine, texts: Sequence[Continuation]) -> None:
-    """One step of the engine: PREFILL_CHUNK tokens at most, those that only need their last one run first."""
+    """One step of the engine, PREFILL_CHUNK tokens at most: prompts are run in order, so what decodes comes first."""
     began = time.perf_counter()
     room = PREFILL_CHUNK
     running: list[Continuation] = []
     sequences: list[list[int]] = []
-    for text in sorted(texts, key=lambda text: not text.decoding):
+    for text in texts:
         if ids := text.next_ids(room):
             running.append(text)
             sequences.append(ids)

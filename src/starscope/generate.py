@@ -62,7 +62,8 @@ class Timings:
 class Completion:
     """What was generated. `token_ids` are the tokens sampled, without the stop token that ended them, if one did.
 
-    `dropped_tokens` of the text around a hole were left out of the prompt, because it would not have fitted.
+    `dropped_tokens` of the text around a hole were left out of the prompt, because it would not have fitted. With
+    token healing the first tokens repeat the bytes that were taken back from the prompt; `text` does not.
     """
 
     text: str
@@ -158,12 +159,14 @@ def generate(
     cache: Cache | None = None,
     logprobs: int = 0,
     load_s: float = 0.0,
+    begin: bytes = b"",
 ) -> Iterator[Piece]:
     """Continue a prompt. Arguments are checked at once; the work is done as the pieces are taken.
 
     `stop_ids` are the tokens that end it (default: the tokenizer's). A `cache` from an earlier call is used as far
     as it holds the same tokens, and left with those evaluated here. The end of the context ends the text with
-    "length". `logprobs=n` adds the n most likely tokens of each step. `load_s` is passed on to the timings.
+    "length". `logprobs=n` adds the n most likely tokens of each step. `load_s` is passed on to the timings. `begin`
+    are bytes of the prompt that its ids do not hold: the text goes on from behind them (see `infill.take_back`).
 
     Raises UsageError for arguments out of range and for an empty prompt where the vocabulary has no token to begin
     with; ContextOverflowError for a prompt longer than the context.
@@ -171,7 +174,7 @@ def generate(
     asked = make_options(tokenizer, max_new_tokens, options, stop, stop_ids, logprobs)
     cache = engine.new_cache() if cache is None else cache
     ids = check_prompt(tokenizer, prompt_ids, cache.context_length)
-    return _pieces(engine, tokenizer, ids, cache, asked, load_s)
+    return _pieces(engine, Continuation(tokenizer, ids, cache, asked, begin), load_s)
 
 
 def make_options(
@@ -242,8 +245,18 @@ class Continuation:
             piece = text.take(logits[-1])     # None while the prompt is not through, and for a stop token
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], cache: Cache, options: GenerationOptions) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: list[int],
+        cache: Cache,
+        options: GenerationOptions,
+        begin: bytes = b"",
+    ) -> None:
         self.cache, self.ended = cache, False
+        self._tokenizer, self._owed = tokenizer, begin  # owed: what the text must still repeat of the prompt
+        if begin and not tokenizer.agreeing_ids(begin):
+            raise UsageError(f"no tokens of the vocabulary write {begin!r}; expected the bytes of one of them.")
         self._prompt_ids, self._options = prompt_ids, options
         self._kept = cache.reuse(prompt_ids)
         self._sampler, self._detokenizer = make_sampler(options.sampling, prompt_ids), tokenizer.stream()
@@ -274,20 +287,35 @@ class Continuation:
         if len(self._tokens) == self._options.max_new_tokens:
             self.ended = True
             return None
-        choice = self._sampler.choose(logits)
+        choice = self._sampler.choose(logits, self._allowed())
         if choice.token_id in self._options.stop_ids:
             self.ended, self._finish = True, "stop"
             return None
         self._tokens.append(choice.token_id)
         if self._options.logprobs:
             self._scores.append(_token_logprobs(logits, choice, self._options.logprobs))
-        self._text.append(self._scanner.push(self._detokenizer.push(choice.token_id)))
+        self._text.append(self._scanner.push(self._text_of(choice.token_id)))
         self.ended = (
             self._scanner.stopped
             or self.cache.length >= self.cache.context_length
             or len(self._tokens) == self._options.max_new_tokens
         )
         return Piece(self._text[-1], choice.token_id, self._scores[-1] if self._scores else None)
+
+    def _allowed(self) -> list[int] | None:
+        """The tokens that can come next while the text still repeats a piece of the prompt; None for all."""
+        if not self._owed:
+            return None
+        agreeing = self._tokenizer.agreeing_ids(self._owed)
+        return [token for token in agreeing if token not in self._options.stop_ids] or agreeing
+
+    def _text_of(self, token: int) -> str:
+        """What a token adds to the text: its bytes without those that only repeat the prompt."""
+        if not self._owed:
+            return self._detokenizer.push(token)
+        repeated = min(len(self._owed), len(self._tokenizer.token_bytes(token)))
+        self._owed = self._owed[repeated:]
+        return self._detokenizer.push(token, repeated)
 
     def spend(self, seconds: float) -> None:
         """Count the time of the step that `take` ended."""
@@ -313,10 +341,7 @@ class Continuation:
         return Piece(self._text[-1], completion=completion)
 
 
-def _pieces(
-    engine: Engine, tokenizer: Tokenizer, ids: list[int], cache: Cache, options: GenerationOptions, load_s: float
-) -> Iterator[Piece]:
-    text = Continuation(tokenizer, ids, cache, options)
+def _pieces(engine: Engine, text: Continuation, load_s: float) -> Iterator[Piece]:
     while not text.ended:
         began = time.perf_counter()  # the time between pieces is the reader's
         [logits] = engine.forward([text.next_ids(PREFILL_CHUNK)], [text.cache], "last")

@@ -8,8 +8,8 @@ never parsed for special tokens: code that contains "<fim_suffix>" stays text. W
 matters least: first the other files, the farthest from the hole first; then the prefix keeps its end, the suffix its
 start.
 
-    ids, dropped = infill_prompt(tokenizer, "def add(a, b): ", "return c", budget=1024)
-    generate(engine, tokenizer, ids, stop_ids=tokenizer.infill_stop_ids)
+    prompt = infill_prompt(tokenizer, "def add(a, b): ", "return c", budget=1024)
+    generate(engine, tokenizer, prompt.ids, stop_ids=tokenizer.infill_stop_ids)
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ class InfillArguments(TypedDict, total=False):
 
 
 class InfillPrompt(NamedTuple):
-    """A prompt's ids, and the number of tokens that were left out to make it fit."""
+    """A prompt: its ids, the number of tokens left out to make it fit, and the bytes that healing took back."""
 
     ids: Ids
     dropped: int
+    begin: bytes = b""
 
 
 class Frame(NamedTuple):
@@ -98,11 +99,13 @@ def infill_prompt(
     files: Sequence[tuple[str, str]] = (),
     repository: str | None = None,
     filename: str | None = None,
+    heal: bool = False,
 ) -> InfillPrompt:
     """A prompt of at most `budget` tokens that asks for the text between `prefix` and `suffix`.
 
     `files` are (name, text) pairs of other files, the most useful last, next to the hole; `repository` and `filename`
-    name the repository and the file with the hole. With `files` and no `filename`, its name is left empty.
+    name the repository and the file with the hole. With `files` and no `filename`, its name is left empty. With
+    `heal` the prefix's last token is taken back (see `take_back`).
 
     Raises UnsupportedError when the vocabulary has no markers for what is asked, UsageError for names that are empty
     or of several lines, and ContextOverflowError where not even the markers and the names fit.
@@ -128,6 +131,7 @@ def infill_prompt(
     before, after = cut_to_fit(before, after, room)
     context = keep_nearest(blocks, room - len(before) - len(after))
     dropped = whole - len(before) - len(after) - len(context)
+    before, taken = take_back(tokenizer, before) if heal else (before, b"")
 
     named = [*frame.repository, *context]
     outside = [*begin, *(() if frame.context_is_inside else named), *frame.outside]
@@ -136,7 +140,7 @@ def infill_prompt(
         ids = [*outside, fim.prefix, *inside, fim.suffix, *after, fim.middle]
     else:
         ids = [*outside, fim.prefix, fim.suffix, *after, fim.middle, *inside]
-    return InfillPrompt(ids, dropped)
+    return InfillPrompt(ids, dropped, taken)
 
 
 def _frame(
@@ -198,6 +202,35 @@ def cut_to_fit(prefix: Ids, suffix: Ids, room: int) -> tuple[Ids, Ids]:
     for_suffix = min(len(suffix), max(room // SUFFIX_SHARE, room - len(prefix)))
     for_prefix = min(len(prefix), room - for_suffix)
     return prefix[len(prefix) - for_prefix :], suffix[:for_suffix]
+
+
+def take_back(tokenizer: Tokenizer, ids: Ids) -> tuple[Ids, bytes]:
+    """Token healing at the cursor: the ids without the last one, and the bytes R of that one.
+
+    A text that ends inside a word has been cut into tokens where the word would not have been, and a model seldom
+    goes on well from there. So the last token is taken back, and `generate(..., begin=R)` starts with tokens that
+    agree with R: each next token's bytes begin with what is left of R, or what is left of R begins with them, until R
+    is used up. R itself is not given out again. Special tokens never agree with a text. Nothing is taken back from an
+    empty list, nor where the last token is one that ends a text.
+    """
+    if not ids or ids[-1] in tokenizer.infill_stop_ids:
+        return ids, b""
+    return ids[:-1], tokenizer.token_bytes(ids[-1])
+
+
+def check_there_is_a_hole(
+    fim_order: FimOrder = "psm",
+    files: Sequence[tuple[str, str]] = (),
+    repository: str | None = None,
+    filename: str | None = None,
+) -> None:
+    """UsageError for arguments of `infill_prompt` where there is no suffix: they would do nothing."""
+    given = {"fim_order": fim_order != "psm", "files": files, "repository": repository, "filename": filename}
+    if names := [name for name, value in given.items() if value]:
+        raise UsageError(
+            f"{', '.join(names)}: for filling a hole, and there is no suffix; expected one.",
+            hint="The suffix may be empty.",
+        )
 
 
 def infill_budget(context_length: int, max_new_tokens: int) -> int:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import importlib.util
 import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, Unpack, overload
@@ -42,9 +43,14 @@ from starscope.generate import Completion, Piece, check_limits, generate, last_p
 from starscope.gguf.reader import GGUFFile, read_gguf
 from starscope.graph import record
 from starscope.hub import fetch_model, find_name
+from starscope.infill import FimOrder, InfillArguments, InfillPrompt
 from starscope.mapping import map_checkpoint
 from starscope.sampling import SAMPLERS, SamplingArguments, SamplingOptions, check_tokens
 from starscope.tokenizer import Token, Tokenizer
+
+
+class GenerateArguments(SamplingArguments, InfillArguments, total=False):
+    """The options of `Model.generate` that choose tokens or describe a hole, by name."""
 
 
 class Model:
@@ -133,8 +139,9 @@ class Model:
         max_new_tokens: int = ...,
         stop: str | Sequence[str] = ...,
         logprobs: int = ...,
+        heal: bool = ...,
         stream: Literal[False] = ...,
-        **sampling: Unpack[SamplingArguments],
+        **options: Unpack[GenerateArguments],
     ) -> Completion: ...
 
     @overload
@@ -146,8 +153,9 @@ class Model:
         max_new_tokens: int = ...,
         stop: str | Sequence[str] = ...,
         logprobs: int = ...,
+        heal: bool = ...,
         stream: Literal[True],
-        **sampling: Unpack[SamplingArguments],
+        **options: Unpack[GenerateArguments],
     ) -> Iterator[Piece]: ...
 
     @overload
@@ -159,8 +167,9 @@ class Model:
         max_new_tokens: int = ...,
         stop: str | Sequence[str] = ...,
         logprobs: int = ...,
+        heal: bool = ...,
         stream: Literal[False] = ...,
-        **sampling: Unpack[SamplingArguments],
+        **options: Unpack[GenerateArguments],
     ) -> list[Completion]: ...
 
     def generate(
@@ -187,11 +196,20 @@ class Model:
         penalty_window: int = 64,
         logit_bias: Mapping[int, float] | None = None,
         samplers: str | Sequence[str] = SAMPLERS,
+        fim_order: FimOrder = "psm",
+        files: Sequence[tuple[str, str]] = (),
+        repository: str | None = None,
+        filename: str | None = None,
+        heal: bool = False,
     ) -> Completion | Iterator[Piece] | list[Completion]:
         """Continue a prompt (text, or token ids), or fill the hole between it and `suffix`.
 
         A list of prompts gives a list of completions, in order: they share the engine's steps, and each is what its
         prompt gives alone with the same options, `suffix` and `seed` among them.
+
+        `fim_order`, `files` ((name, text) of other files, the most useful last), `repository` and `filename` are for
+        a hole: `infill.infill_prompt` says what they do. `heal` takes back the last token of the text before the
+        cursor and starts with tokens that agree with it (`infill.take_back`).
 
         `max_new_tokens` and `logprobs` count tokens; `SamplingOptions` says what the other options do. With
         `stream=True` an iterator of pieces whose texts, joined, are the completion's; the last piece carries the
@@ -218,21 +236,29 @@ class Model:
         )
         check_tokens(logit_bias or {}, self.vocab_size)
         check_limits(max_new_tokens, logprobs=logprobs)
+        hole: InfillArguments = {
+            "fim_order": fim_order,
+            "files": files,
+            "repository": repository,
+            "filename": filename,
+        }
+        read = partial(self._prompt, suffix=suffix, max_new_tokens=max_new_tokens, hole=hole, heal=heal)
+        stop_ids = self.tokenizer.stop_ids if suffix is None else self.tokenizer.infill_stop_ids
         if _is_batch(prompt):
             if stream:
                 raise UsageError(
                     f"stream=True gives the pieces of one prompt; {len(prompt)} were given in a list.",
                     hint="Leave stream out, or call generate once a prompt.",
                 )
-            return self._generate_batch(prompt, suffix, max_new_tokens, options, stop, logprobs)
-        ids, stop_ids, dropped = self._prompt(prompt, suffix, max_new_tokens)
+            return self._generate_batch(prompt, read, stop_ids, max_new_tokens, options, stop, logprobs)
+        made = read(prompt)
         self._prepare()
         # One cache waits between calls. A call that begins while another still streams gets its own.
         cache, self._idle_cache = self._idle_cache or self.engine.new_cache(), None
         pieces = generate(
             self.engine,
             self.tokenizer,
-            ids,
+            made.ids,
             max_new_tokens=max_new_tokens,
             options=options,
             stop=stop,
@@ -240,14 +266,16 @@ class Model:
             cache=cache,
             logprobs=logprobs,
             load_s=self.load_s,
+            begin=made.begin,
         )
-        pieces = self._returning(cache, pieces, dropped)
+        pieces = self._returning(cache, pieces, made.dropped)
         return pieces if stream else last_piece(pieces)
 
     def _generate_batch(
         self,
         prompts: Sequence[Any],
-        suffix: str | None,
+        read: Callable[[Any], InfillPrompt],
+        stop_ids: frozenset[int],
         max_new_tokens: int,
         options: SamplingOptions,
         stop: str | Sequence[str],
@@ -256,41 +284,45 @@ class Model:
         made = []
         for i, prompt in enumerate(prompts):
             try:
-                made.append(self._prompt(prompt, suffix, max_new_tokens))
+                made.append(read(prompt))
             except StarscopeError as error:
                 raise of_prompt(i, error) from None
         self._prepare()
         completions = generate_batch(
             self.engine,
             self.tokenizer,
-            [ids for ids, _, _ in made],
+            [one.ids for one in made],
             max_new_tokens=max_new_tokens,
             options=options,
             stop=stop,
-            stop_ids=made[0][1],
+            stop_ids=stop_ids,
             logprobs=logprobs,
             load_s=self.load_s,
+            begins=[one.begin for one in made],
         )
         return [
-            replace(completion, dropped_tokens=dropped)
-            for completion, (_, _, dropped) in zip(completions, made, strict=True)
+            replace(completion, dropped_tokens=one.dropped) for completion, one in zip(completions, made, strict=True)
         ]
 
-    def _prompt(self, prompt: Any, suffix: str | None, max_new_tokens: int) -> tuple[list[int], frozenset[int], int]:
-        """A prompt's ids, the tokens that end its text, and how many tokens around the hole were left out."""
+    def _prompt(
+        self, prompt: Any, *, suffix: str | None, max_new_tokens: int, hole: InfillArguments, heal: bool
+    ) -> InfillPrompt:
+        """A prompt's ids, the tokens around the hole that were left out, and what the text must begin with."""
+        if (heal or suffix is not None) and not isinstance(prompt, str):
+            what = "healing" if suffix is None else "a suffix"
+            raise InvalidContentError(f"{what} needs the prompt as text; found {type(prompt).__name__}.")
         if suffix is not None:
-            if not isinstance(prompt, str):
-                raise InvalidContentError("a suffix needs the prompt as text; found token ids.")
-            made = infill.infill_prompt(
-                self.tokenizer, prompt, suffix, budget=infill.infill_budget(self.context_length, max_new_tokens)
-            )
-            return made.ids, self.tokenizer.stop_ids | self.tokenizer.infill_stop_ids, made.dropped
+            budget = infill.infill_budget(self.context_length, max_new_tokens)
+            return infill.infill_prompt(self.tokenizer, prompt, suffix, budget=budget, heal=heal, **hole)
+        infill.check_there_is_a_hole(**hole)
         if not isinstance(prompt, str):
-            return _token_ids(prompt, self.vocab_size), self.tokenizer.stop_ids, 0
-        ids = self.tokenizer.encode(prompt)
+            return InfillPrompt(_token_ids(prompt, self.vocab_size), 0)
+        ids, begin = self.tokenizer.encode(prompt), b""
+        if heal:
+            ids, begin = infill.take_back(self.tokenizer, ids)
         if self.tokenizer.add_bos and self.tokenizer.bos_id is not None:
             ids = [self.tokenizer.bos_id, *ids]
-        return ids, self.tokenizer.stop_ids, 0
+        return InfillPrompt(ids, 0, begin)
 
     def _prepare(self) -> None:
         began = time.perf_counter()
@@ -391,6 +423,7 @@ def _open_folder(path: Path) -> Opened:
             f"{path} has {tokenizer.vocab_size} tokens for {mapped.hparams.vocab_size} embeddings; expected no more."
         )
     weights = Weights(mapped.family.slots(mapped.hparams), mapped)
+    tokenizer = tokenizer.padded(mapped.hparams.vocab_size)
     return mapped.family, mapped.hparams, weights, tokenizer, list(mapped.notes)
 
 

@@ -279,3 +279,43 @@ def test_special_tokens_are_parsed_on_request_alone(cli, model):
 def test_tokenize_works_on_a_vocabulary_alone(cli, folder, tmp_path):
     assert cli("convert", folder, "--vocab-only", "-o", tmp_path / "v.gguf").exit_code == 0
     assert cli("tokenize", tmp_path / "v.gguf", "def").exit_code == 0
+
+
+def test_other_files_and_names_are_read_before_the_hole(cli, model, loaded, tmp_path):
+    other = tmp_path / "other.py"
+    other.write_text("x = 1\n")
+    names = {"repository": "r", "filename": "a.py", "fim_order": "spm"}
+    options = ["--context-file", other, "--repository", "r", "--filename", "a.py", "--fim-order", "spm"]
+    result = cli("run", model, PROMPT, "--suffix", "y", *options, "-n", 8, "--json")
+    expected = loaded.generate(PROMPT, "y", files=[(str(other), "x = 1\n")], max_new_tokens=8, **names)
+    document = json.loads(result.stdout)
+    assert document["text"] == expected.text
+    assert document["prompt_tokens"] == expected.prompt_tokens
+    assert document["prompt_tokens"] > loaded.generate(PROMPT, "y", max_new_tokens=8).prompt_tokens
+
+
+@pytest.mark.parametrize("option", ["--context-file", "--repository", "--filename", "--fim-order"])
+def test_what_is_for_a_hole_needs_a_suffix(cli, model, tmp_path, option):
+    (tmp_path / "a.py").write_text("a")
+    value = {"--context-file": tmp_path / "a.py", "--fim-order": "spm"}.get(option, "a")
+    result = cli("run", model, PROMPT, option, value)
+    assert result.exit_code == 2
+    assert "no suffix" in result.stderr
+
+
+def test_a_context_file_that_cannot_be_read_is_status_3(cli, model, tmp_path):
+    result = cli("run", model, PROMPT, "--suffix", "y", "--context-file", tmp_path / "missing.py")
+    assert result.exit_code == 3
+    assert "missing.py" in result.stderr
+
+
+def test_context_files_that_are_cut_are_said_so(cli, model, tmp_path):
+    (tmp_path / "big.py").write_text("z" * 500)
+    result = cli("run", model, "ab", "--suffix", "cd", "--context-file", tmp_path / "big.py", "--ctx", 300, "-n", 10)
+    assert result.exit_code == 0
+    assert "290 were used" in result.stderr
+
+
+def test_with_healing_the_text_goes_on_from_the_prompt(cli, model, loaded):
+    result = cli("run", model, PROMPT, "--heal", "-n", 12, "-q")
+    assert result.stdout_bytes == loaded.generate(PROMPT, max_new_tokens=12, heal=True).text.encode()

@@ -18,12 +18,13 @@ from starscope.cli.common import (
     text_argument,
     text_or_stdin,
 )
+from starscope.cli.infilling import infill_options
 from starscope.cli.sampling import sampling_options
 from starscope.cli.units import plural
 
 if TYPE_CHECKING:
     from starscope.generate import Completion
-    from starscope.model import Model
+    from starscope.infill import InfillArguments
     from starscope.sampling import SamplingArguments, SamplingOptions
 
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 @click.argument("prompt", required=False)
 @click.option("-n", "--max-new-tokens", type=int, default=128, show_default=True, metavar="N", help="Tokens at most.")
 @click.option("--suffix", metavar="TEXT", help="Fill the hole between PROMPT and this text; prints the middle alone.")
+@infill_options
+@click.option("--heal", is_flag=True, help="Take the prompt's last token back: for one that ends inside a word.")
 @sampling_options
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text, taken literally; may be repeated.")
 @click.option("--logprobs", type=int, default=0, metavar="N", help="With --json: the N likeliest tokens of each place.")
@@ -45,6 +48,8 @@ def run(
     prompt: str | None,
     max_new_tokens: int,
     suffix: str | None,
+    hole: InfillArguments,
+    heal: bool,
     sampling: SamplingArguments,
     stop: tuple[str, ...],
     logprobs: int,
@@ -64,6 +69,7 @@ def run(
     --samplers, then the draw.
     """
     from starscope.generate import check_limits, first_id
+    from starscope.infill import check_there_is_a_hole
     from starscope.sampling import SamplingOptions, describe
 
     session: Session = ctx.obj
@@ -75,6 +81,8 @@ def run(
         raise click.UsageError("--logprobs is for --json; expected both.", ctx)
     before = text_or_stdin(ctx, prompt, "prompt")
     after = None if suffix is None else text_argument(suffix, "the suffix")
+    if after is None:
+        check_there_is_a_hole(**hole)
 
     loaded = load_model(session, model, engine, device, ctx_length, threads)
     session.detail(f"sampling: {describe(options)}")
@@ -90,8 +98,10 @@ def run(
         max_new_tokens=max_new_tokens,
         stop=stops,
         logprobs=logprobs,
+        heal=heal,
         stream=True,
         **sampling,
+        **hole,
     ):
         if piece.text and not session.json:
             session.write(piece.text)
@@ -99,8 +109,7 @@ def run(
     assert completion is not None, "the last piece has the completion"
     if session.json:
         session.document(as_document(completion))
-    if after is not None:
-        warn_of_cut(session, loaded, before, after, completion)
+    warn_of_cut(session, completion)
     session.note(summary(completion))
 
 
@@ -147,14 +156,13 @@ def summary(completion: Completion) -> str:
     return " · ".join([*parts, f"loaded in {timings.load_s:.2f} s", f"ended by {completion.finish_reason}"])
 
 
-def warn_of_cut(session: Session, model: Model, before: str, after: str, completion: Completion) -> None:
+def warn_of_cut(session: Session, completion: Completion) -> None:
     """Say it when text around the hole was left out: nothing is cut silently."""
-    markers = 3 + model.tokenizer.add_bos
-    whole = markers + len(model.tokenizer.encode(before)) + len(model.tokenizer.encode(after))
-    if completion.prompt_tokens < whole:
+    if completion.dropped_tokens:
+        whole = completion.prompt_tokens + completion.dropped_tokens
         session.note(
             f"note: the text around the hole has {whole} tokens; {completion.prompt_tokens} were used: "
-            "the end of the prompt and the start of the suffix."
+            "the end of the prompt and the start of the suffix, and of the context files what is nearest."
         )
 
 

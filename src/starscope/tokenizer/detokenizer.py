@@ -19,9 +19,9 @@ class Detokenizer:
         self._token_bytes = token_bytes
         self._decoder = _make_decoder("replace")
 
-    def push(self, token_id: int) -> str:
-        """The text that this token completes, often empty inside a character of several tokens."""
-        return self._decoder.decode(self._token_bytes(token_id))
+    def push(self, token_id: int, skip: int = 0) -> str:
+        """The text that this token, without its first `skip` bytes, completes; often none inside a character."""
+        return self._decoder.decode(self._token_bytes(token_id)[skip:])
 
     def finish(self) -> str:
         """What is left of a character that was never completed. The detokenizer starts afresh."""

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from starscope.errors import TokenizerError
+from starscope.tokenizer.continuations import Continuations
 from starscope.tokenizer.detokenizer import Detokenizer
 from starscope.tokenizer.encoder import Encoder
 from starscope.tokenizer.folder import read_folder
 from starscope.tokenizer.metadata import read_metadata, write_metadata
-from starscope.tokenizer.source import Source
+from starscope.tokenizer.source import Source, padded
 from starscope.tokenizer.vocabulary import END_SPELLINGS, FIM_SPELLINGS, Contents, FimTokens, Vocabulary
 
 if TYPE_CHECKING:
@@ -63,6 +65,10 @@ class Tokenizer:
         """The tokenizer of a GGUF file; `default_pre` names the pre-tokenizer of a file that does not."""
         return cls(read_metadata(file, default_pre))
 
+    def padded(self, num_rows: int) -> Self:
+        """The same tokenizer with unused tokens up to `num_rows`, the rows of the embedding."""
+        return type(self)(replace(self._source, size=num_rows, load=lambda: padded(self._contents, num_rows)))
+
     @cached_property
     def _contents(self) -> Contents:
         return self._source.load()
@@ -104,6 +110,14 @@ class Tokenizer:
     def stream(self) -> Detokenizer:
         """A detokenizer for one sequence of ids."""
         return Detokenizer(self.token_bytes)
+
+    def agreeing_ids(self, data: bytes) -> list[int]:
+        """The tokens of text that can come next where a text goes on with `data`, ascending (see `Continuations`)."""
+        return self._continuations.agreeing(data)
+
+    @cached_property
+    def _continuations(self) -> Continuations:
+        return Continuations(self._contents)
 
     @cached_property
     def _fim_ids(self) -> dict[str, int]:
