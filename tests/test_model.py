@@ -267,7 +267,7 @@ def test_a_tensor_too_many_is_named(path: Path, tmp_path: Path) -> None:
         ("starcoder.block_count", 1, r"blk\.1\."),
         ("starcoder.attention.head_count_kv", 4, r"attn_qkv\.weight is \[96 64\]; expected \[192 64\]"),
         ("starcoder.attention.head_count_kv", 3, "num_kv_heads"),
-        ("starcoder.attention.head_count", 0, "num_heads is 0"),
+        ("starcoder.attention.head_count", 0, r"head_count is 0; expected 1 to .* for num_heads"),
         ("starcoder.attention.head_count", 5, "divide"),
         ("starcoder.feed_forward_length", 128, r"ffn_up"),
     ],

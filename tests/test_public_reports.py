@@ -196,12 +196,15 @@ def test_a_vocabulary_shorter_than_the_embedding_is_padded_to_its_rows(tied: boo
     with read_gguf(out) as file:
         tokens = file.metadata["tokenizer.ggml.tokens"]
         rows = {i.shape[0] for name, i in file.tensors.items() if name in ("token_embd.weight", "output.weight")}
-    model = starscope.load(out)
-    known = [*model.tokenizer.encode("self"), 0]
-    assert len(tokens.data) == model.vocab_size == model.forward(known).shape[-1] == 384
-    assert rows == {384}
-    assert model.vocab()[383][0] == "[PAD383]"
-    assert max(known) < 320
+    assert (len(tokens.data), rows) == (384, {384})
+    for source in (out, tmp_path):
+        model = starscope.load(source)
+        assert model.vocab()[383] == ("[PAD383]", 0.0, 5)
+        assert len(model.vocab()) == model.vocab_size == model.forward([1]).shape[-1] == 384
+        # Padding is in no text, and a model that says it says nothing.
+        assert max(model.tokenizer.encode("def add(self): return [PAD383]")) < 320
+        done = model.generate("x", max_new_tokens=3, logit_bias={383: 1e6})
+        assert (done.text, done.token_ids) == ("", [383] * 3)
 
 
 @pytest.fixture(scope="module", params=["starcoder", "starcoder2"])
