@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import starscope
 from starscope.errors import ContextOverflowError, UnsupportedError, UsageError
 from starscope.infill import cut_to_fit, infill_budget, infill_prompt, keep_nearest
 from starscope.tokenizer import FimTokens, Tokenizer
@@ -138,6 +139,12 @@ def test_a_name_is_one_line(what: str, name: str) -> None:
         infill_prompt(vocabulary("starcoder_1"), P, S, budget=100, **{what: [(name, "x")] if what == "files" else name})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("file", ["ab", ("a",), ("a", "b", "c"), ("a", b"b"), (b"a", "b"), None], ids=repr)
+def test_a_context_file_is_a_name_and_a_text(file: Any) -> None:
+    with pytest.raises(UsageError, match=r"expected (a pair|one line)"):
+        infill_prompt(vocabulary("starcoder_1"), P, S, budget=100, files=[file])
+
+
 def test_parts_of_the_head_may_be_left_out() -> None:
     def spelled(name: str, **names: Any) -> str:
         return vocabulary(name).decode(infill_prompt(vocabulary(name), "p", "s", budget=50, **names).ids)
@@ -248,6 +255,28 @@ def test_the_files_farthest_from_the_hole_go_first(files: list[tuple[list[int], 
     free = room - len(rest) - len(head)
     end = text[len(text) - min(free, len(text)) :] if free > 0 and text else None
     assert kept == (rest if end is None else [*head, *end, *rest])
+
+
+@pytest.fixture(scope="module")
+def demo() -> starscope.Model:
+    return starscope.load("demo", engine="numpy", threads=1)
+
+
+@pytest.mark.parametrize("token", ["<|endoftext|>", "<fim_pad>", "<filename>", "<reponame>"])
+def test_a_hole_ends_at_every_end_token_and_at_the_next_file(demo: starscope.Model, token: str) -> None:
+    [token_id] = demo.tokenizer.encode(token, special=True)
+    arguments: Any = {"files": FILES, "repository": "r", "filename": "a.py", "max_new_tokens": 5}
+    done = demo.generate(P, S, logit_bias={token_id: 1e9}, **arguments)
+    assert (done.text, done.token_ids, done.finish_reason) == ("", [], "stop")
+    assert demo.generate(P, S, **arguments).token_ids != []
+
+
+@pytest.mark.parametrize("name", ["fim_order", "files", "repository", "filename"])
+def test_what_describes_a_hole_needs_a_suffix(demo: starscope.Model, name: str) -> None:
+    value: Any = {"fim_order": "spm", "files": [("a", "b")]}.get(name, "a")
+    with pytest.raises(UsageError, match="there is no suffix"):
+        demo.generate(P, **{name: value})
+    demo.generate(P, "", max_new_tokens=1, **{name: value})
 
 
 def make_tokenizer(*, fim: bool = True, add_bos: bool = False) -> SimpleNamespace:

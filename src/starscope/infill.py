@@ -155,8 +155,10 @@ def _frame(
         return NO_NAMES
     _check_name(repository, "the repository's name")
     _check_name(filename, "the file's name")
-    for name, _ in files:
-        _check_name(name, "the name of a context file")
+    for file in files:
+        if not isinstance(file, (tuple, list)) or len(file) != 2 or not isinstance(file[1], str):
+            raise UsageError(f"a context file is {type(file).__name__}; expected a pair, its name and its text.")
+        _check_name(file[0], "the name of a context file")
     spelling = None if fim.separator is None else tokenizer.piece(fim.separator)
     form = FORMS.get(spelling or "")
     if form is None or (repository is not None and fim.repo is None):
@@ -169,9 +171,13 @@ def _frame(
     return form(fim, tokenizer.encode, of_repository, filename if filename is not None or not files else "")
 
 
-def _check_name(name: str | None, what: str) -> None:
+def _check_name(name: object, what: str) -> None:
     """A line feed ends a name, so that none may hold one."""
-    if name is not None and (not name or "\n" in name):
+    if name is None:
+        return
+    if not isinstance(name, str):
+        raise UsageError(f"{what} is {type(name).__name__}; expected one line of text.")
+    if not name or "\n" in name:
         found = "has several lines" if name else "is empty"
         raise UsageError(f"{what} {found}; expected one line of text.")
 
