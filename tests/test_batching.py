@@ -207,6 +207,8 @@ TEXTS = ["def add(a, b):", "x", "for i in range(10):\n    print(i)\n" * 2, "Ã©ðŸ
         {"mirostat": 2, "seed": 3},
         {"stop": ["a", "re"], "temperature": 1.0, "seed": 5},
         {"suffix": "\n\nprint(1)", "temperature": 0.5, "seed": 2},
+        {"heal": True, "temperature": 0.7, "seed": 4},
+        {"suffix": "x", "heal": True, "fim_order": "spm", "filename": "a.py", "files": [("b.py", "y = 2\n")]},
     ],
     ids=str,
 )
