@@ -38,7 +38,7 @@ from starscope.errors import (
     StarscopeError,
     UsageError,
 )
-from starscope.family import Family, HParams, find_family_for_gguf, hparams_from_metadata
+from starscope.family import Family, HParams, find_family_of_file, hparams_from_metadata
 from starscope.generate import Completion, Piece, check_limits, generate, last_piece
 from starscope.gguf.reader import GGUFFile, read_gguf
 from starscope.graph import record
@@ -393,10 +393,7 @@ Opened = tuple[Family, HParams, Weights, Tokenizer, list[str]]
 
 def _open_file(path: Path) -> Opened:
     file: GGUFFile = read_gguf(path)
-    architecture = file.get("general.architecture")
-    if not isinstance(architecture, str):
-        raise GGUFError(f"{path} has no general.architecture; expected the name of one.")
-    family = find_family_for_gguf(architecture)
+    family = find_family_of_file(file)
     stored = hparams_from_metadata(family, file)
     hp, weights = open_weights(file, family, stored)
     notes = [
@@ -411,7 +408,7 @@ def _open_file(path: Path) -> Opened:
     tokenizer = Tokenizer.from_gguf(file, family.default_pre_tokenizer)
     if tokenizer.vocab_size != hp.vocab_size:
         raise GGUFError(f"{path} has {tokenizer.vocab_size} tokens for {hp.vocab_size} embeddings; expected as many.")
-    return family, hp, weights, tokenizer, notes
+    return family, hp, weights, tokenizer, notes + tokenizer.notes
 
 
 def _open_folder(path: Path) -> Opened:
@@ -424,7 +421,7 @@ def _open_folder(path: Path) -> Opened:
         )
     weights = Weights(mapped.family.slots(mapped.hparams), mapped)
     tokenizer = tokenizer.padded(mapped.hparams.vocab_size)
-    return mapped.family, mapped.hparams, weights, tokenizer, list(mapped.notes)
+    return mapped.family, mapped.hparams, weights, tokenizer, [*mapped.notes, *tokenizer.notes]
 
 
 def _is_batch(prompt: Any) -> TypeGuard[Sequence[Any]]:

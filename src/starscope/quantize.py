@@ -30,7 +30,7 @@ from starscope.convert import (
     target_format,
 )
 from starscope.errors import CheckpointError, GGUFError, UnsupportedError
-from starscope.family import Family, find_family_for_gguf, hparams_from_metadata
+from starscope.family import Family, find_family_of_file, hparams_from_metadata
 from starscope.formats import Bytes, Format, decode
 from starscope.gguf.format import Value
 from starscope.gguf.reader import GGUFFile, TensorInfo, read_gguf
@@ -58,7 +58,7 @@ def quantize(
     target, path = target_format(to), Path(out)
     with read_gguf(source) as file, ExitStack() as closing_later:
         check_output(path, force, inputs=file.paths)
-        family = _family(file)
+        family = find_family_of_file(file)
         f32_only = _always_f32(file, family)
         infos = list(file.tensors.values())
         formats, notes = choose_formats([(info.name, f32_only[info.name], info.shape) for info in infos], target)
@@ -116,13 +116,6 @@ def _decodable(info: TensorInfo) -> Format:
     if info.format is None:
         raise UnsupportedError(f"{info.name} is stored as {info.type_name}, which starscope does not decode.")
     return info.format
-
-
-def _family(file: GGUFFile) -> Family:
-    architecture = file.get("general.architecture")
-    if not isinstance(architecture, str):
-        raise GGUFError(f"{file.path} has no general.architecture; expected the name of one.")
-    return find_family_for_gguf(architecture)
 
 
 def _always_f32(file: GGUFFile, family: Family) -> dict[str, bool]:
