@@ -205,7 +205,11 @@ def test_a_name_that_is_empty_or_a_link_in_a_circle_is_told(tmp_path: Path) -> N
         starscope.load(tmp_path / "loop.gguf")
 
 
-@pytest.mark.parametrize("ids", [np.array(3), iter([1]), "def", b"def", 3, None, [], [[]], [["a"]], [[[1]]]], ids=repr)
+@pytest.mark.parametrize(
+    "ids",
+    [np.array(3), iter([1]), "def", b"def", 3, None, [], [[]], [["a"]], [[[1]]]],
+    ids=lambda value: repr(value).partition(" at ")[0],
+)
 def test_what_forward_cannot_run_is_refused(model: starscope.Model, ids: Any) -> None:
     with pytest.raises(InvalidContentError):
         model.forward(ids)
