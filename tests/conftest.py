@@ -18,8 +18,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest-xdist has the cores busy
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# A job that a shell starts in the background begins with Ctrl-C ignored, and so would its children.
+# A job that a shell starts in the background begins with Ctrl-C ignored, one under nohup with SIGHUP, and so would its
+# children; what has a handler here begins with the default there.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda _signal, _frame: None)
 
 settings.register_profile("starscope", deadline=None, database=None, derandomize="CI" in os.environ, print_blob=True)
 settings.load_profile("starscope")
