@@ -226,7 +226,9 @@ def test_token_ids_and_texts_are_told_apart(model: starscope.Model) -> None:
     for batch in batches:
         assert [done.token_ids for done in model.generate(batch, max_new_tokens=4)] == expected
     assert isinstance(model.generate(ids[0], max_new_tokens=1), Completion)
-    assert isinstance(model.generate([], max_new_tokens=1), Completion)  # an empty prompt
+    assert isinstance(model.generate("", max_new_tokens=1), Completion)
+    with pytest.raises(UsageError, match="empty list"):
+        model.generate([], max_new_tokens=1)
     assert len(model.generate(["x"], max_new_tokens=1)) == 1
 
 

@@ -166,7 +166,9 @@ def test_what_the_cache_lacks_is_downloaded(
 
 def test_a_partly_cached_model_offline_says_so(cache: Path) -> None:
     fill_cache(cache, "owner/name", {"config.json": b"{}"})
-    with pytest.raises(OfflineError, match=r"owner/name is not a path here, only a part of it is in .*hub, and HF_HUB"):
+    with pytest.raises(
+        OfflineError, match=r"In .*hub, owner/name has config\.json and no weights.* Nothing is downloaded: HF_HUB"
+    ):
         fetch_model(NAME)
 
 
@@ -356,3 +358,10 @@ def test_a_hub_name_imports_no_torch_and_a_path_no_hub(cache: Path, model_files:
             check=False,
         )
         assert done.stdout.strip() == imported, done.stderr
+
+
+def test_a_cached_reference_that_is_no_text_counts_as_not_cached(cache: Path) -> None:
+    fill_cache(cache, "owner/name", {"config.json": b"{}"})
+    (cache / "models--owner--name" / "refs" / "main").write_bytes(b"\xff\xfe")
+    with pytest.raises(OfflineError, match="it is not in"):
+        fetch_model(NAME)

@@ -316,7 +316,7 @@ def test_a_vocabulary_without_markers_says_so() -> None:
 
 
 def test_a_budget_smaller_than_the_markers_is_refused_with_both_numbers() -> None:
-    with pytest.raises(ContextOverflowError, match="needs 3 tokens; 2 are free"):
+    with pytest.raises(ContextOverflowError, match="needs 4 tokens; 2 are free"):
         infill_prompt(make_tokenizer(), "a", "b", budget=2)
 
 

@@ -186,6 +186,24 @@ def test_wrong_options_are_refused(model: starscope.Model, path: Path) -> None:
         starscope.load(path, engine="quick")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"suffix": ["a"]},
+        {"suffix": 5},
+        {"stop": None},
+        {"stop": [5]},
+        {"logprobs": 2.5},
+        {"logprobs": None},
+        {"prompt": []},
+    ],
+    ids=str,
+)
+def test_options_of_the_wrong_type_are_refused_in_words(model: starscope.Model, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="expected"):
+        model.generate(**{"prompt": "x", "max_new_tokens": 2, **options})
+
+
 @pytest.mark.parametrize("prompt", [b"def", 3, [1.5], [None], [b"a"], None], ids=repr)
 def test_a_prompt_that_is_neither_text_nor_ids_is_refused(model: starscope.Model, prompt: Any) -> None:
     with pytest.raises(InvalidContentError, match="expected text or token ids"):

@@ -92,6 +92,7 @@ def convert(
         path = Path(out) if out is not None else checkpoint.folder / f"{name}.gguf"
         check_output(path, force, inputs=(file for file in checkpoint.folder.iterdir() if file.suffix != ".gguf"))
         tokenizer = Tokenizer.from_folder(checkpoint.folder, checkpoint.config, checkpoint.generation_config)
+        tokenizer.encode("")  # merges that do not fit the vocabulary are refused now, not by whoever loads the file
         notes = list(tokenizer.notes)
         if vocab_only:
             notes += _without_effect(to, expand_mqa)

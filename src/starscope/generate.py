@@ -195,13 +195,15 @@ def make_options(
     )
 
 
-def check_limits(max_new_tokens: object, stop: Iterable[str] = (), logprobs: int = 0) -> None:
+def check_limits(max_new_tokens: object, stop: object = (), logprobs: object = 0) -> None:
     """UsageError for what `generate` would refuse without looking at the prompt."""
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, Integral) or max_new_tokens < 0:
         raise UsageError(f"max_new_tokens is {max_new_tokens!r}; expected a whole number, 0 or more.")
-    if not 0 <= logprobs <= MAX_LOGPROBS:
+    if not isinstance(logprobs, Integral) or int(logprobs) not in range(MAX_LOGPROBS + 1):
         raise UsageError(f"logprobs is {logprobs}; expected from 0 to {MAX_LOGPROBS}.")
-    if "" in stop:
+    if not isinstance(stop, (str, Sequence)) or not all(isinstance(text, str) for text in stop):
+        raise UsageError(f"stop is {stop!r}; expected a text or a list of texts.")
+    if stop == "" or (not isinstance(stop, str) and "" in stop):
         raise UsageError("a stop text is empty; expected at least one character.")
 
 

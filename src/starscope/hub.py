@@ -182,17 +182,23 @@ def _fetch(name: HubName, choose: Choose) -> tuple[Path, list[str]]:
     import huggingface_hub
     from huggingface_hub import constants
 
+    refusal = ""
     folder = _cached(name, Path(constants.HF_HUB_CACHE))
     if folder is not None:
         cached = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-        with suppress(InputError):  # for what is not there yet
+        try:
             chosen = choose(name, cached)
             if _is_whole(folder, chosen):
                 return folder, chosen
+        except InputError as error:  # what is wanted may not be there yet
+            refusal = error.message
     absent = "only a part of it is" if folder is not None else "it is not"
     absent = f"{absent} in {_short(constants.HF_HUB_CACHE)}"
     if constants.HF_HUB_OFFLINE:
         flag = next((flag for flag in OFFLINE_FLAGS if os.environ.get(flag)), OFFLINE_FLAGS[0])
+        if refusal:
+            cache = _short(constants.HF_HUB_CACHE)
+            raise OfflineError(f"In {cache}, {refusal} Nothing is downloaded: {flag} is set.", hint=_way_out(name))
         raise OfflineError(_cannot(name, absent, f"{flag} is set"), hint=_way_out(name))
     with _explained(name, absent):
         # Its other calls that list files try six times over 23 seconds where there is no network.
@@ -231,7 +237,7 @@ def _cached(name: HubName, cache: Path) -> Path | None:
     """The folder of the cached snapshot of a revision, complete or not."""
     storage = cache / f"models--{name.repo.replace('/', '--')}"
     commit = name.revision
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # ValueError: bytes that are no text
         commit = (storage / "refs" / name.revision).read_text(encoding="ascii").strip()
     folder = storage / "snapshots" / commit
     return folder if re.fullmatch(r"\w+", commit) and folder.is_dir() else None
@@ -300,6 +306,14 @@ def _explained(name: HubName, absent: str) -> Iterator[None]:
         if error.filename is not None:
             raise OutputError(f"{os.fsdecode(error.filename)} cannot be written: {error.strerror}.") from None
         raise OfflineError(_cannot(name, absent, _reason(host, error)), hint=_way_out(name)) from None
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+    ):  # a proxy's page, say
+        why = f"{host} does not answer as a hub does"
+        raise OfflineError(_cannot(name, absent, why), hint=_way_out(name)) from None
     except errors.HTTPError as error:  # type: ignore[attr-defined]  # of the HTTP library that it uses
         raise OfflineError(_cannot(name, absent, _reason(host, error)), hint=_way_out(name)) from None
 

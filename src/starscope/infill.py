@@ -124,8 +124,9 @@ def infill_prompt(
 
     markers = len(begin) + 3 + len(frame.repository) + len(frame.outside) + len(frame.inside)
     room = budget - markers
-    if room < 0:
-        raise ContextOverflowError(f"a fill-in-the-middle prompt needs {markers} tokens; {budget} are free.")
+    least = markers + bool(prefix or suffix)
+    if budget < least:
+        raise ContextOverflowError(f"a fill-in-the-middle prompt needs {least} tokens; {budget} are free.")
     before, after = tokenizer.encode(prefix), tokenizer.encode(suffix)
     whole = len(before) + len(after) + sum(len(head) + len(text) for head, text in blocks)
     before, after = cut_to_fit(before, after, room)

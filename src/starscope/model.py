@@ -234,8 +234,12 @@ class Model:
             logit_bias=logit_bias,
             samplers=samplers,
         )
+        if suffix is not None and not isinstance(suffix, str):
+            raise UsageError(f"the suffix is {type(suffix).__name__}; expected one text, the same for every prompt.")
+        if not isinstance(prompt, str) and hasattr(prompt, "__len__") and not len(prompt):
+            raise UsageError("an empty list was given; expected a text, token ids, or a list of prompts.")
         check_tokens(logit_bias or {}, self.vocab_size)
-        check_limits(max_new_tokens, logprobs=logprobs)
+        check_limits(max_new_tokens, stop, logprobs)
         hole: InfillArguments = {
             "fim_order": fim_order,
             "files": files,

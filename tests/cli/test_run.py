@@ -120,7 +120,7 @@ def test_a_suffix_without_infilling_tokens_is_unsupported(cli, model_without_fim
 def test_text_around_a_hole_that_is_cut_is_said_so(cli, model):
     result = cli("run", model, "x" * 500, "--suffix", "y" * 500, "--ctx", 64, "-n", 10)
     assert result.exit_code == 0
-    assert "1003 tokens; 54 were used" in result.stderr
+    assert "949 tokens of the text around the hole were left out" in result.stderr
 
 
 def test_a_prompt_over_the_context_is_status_4_with_both_numbers(cli, model):
@@ -313,7 +313,7 @@ def test_context_files_that_are_cut_are_said_so(cli, model, tmp_path):
     (tmp_path / "big.py").write_text("z" * 500)
     result = cli("run", model, "ab", "--suffix", "cd", "--context-file", tmp_path / "big.py", "--ctx", 300, "-n", 10)
     assert result.exit_code == 0
-    assert "290 were used" in result.stderr
+    assert "289 tokens of the text around the hole were left out" in result.stderr
 
 
 def test_with_healing_the_text_goes_on_from_the_prompt(cli, model, loaded):

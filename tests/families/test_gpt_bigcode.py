@@ -123,6 +123,7 @@ def test_a_missing_config_key_is_named(folder: Path, key: str) -> None:
         {"n_layer": 2.5},
         {"n_layer": True},
         {"layer_norm_epsilon": 0},
+        {"layer_norm_epsilon": 1e-300},
         {"layer_norm_epsilon": float("nan")},
         {"n_head_kv": 2},
         {"num_key_value_heads": 4},

@@ -159,10 +159,9 @@ def summary(completion: Completion) -> str:
 def warn_of_cut(session: Session, completion: Completion) -> None:
     """Say it when text around the hole was left out: nothing is cut silently."""
     if completion.dropped_tokens:
-        whole = completion.prompt_tokens + completion.dropped_tokens
         session.note(
-            f"note: the text around the hole has {whole} tokens; {completion.prompt_tokens} were used: "
-            "the end of the prompt and the start of the suffix, and of the context files what is nearest."
+            f"note: {completion.dropped_tokens} tokens of the text around the hole were left out, to fit the context: "
+            "the prompt keeps its end, the suffix its start, and of the context files stays what is nearest."
         )
 
 

@@ -197,7 +197,7 @@ def _check(hp: HParams) -> None:
         raise CheckpointError(
             f"num_kv_heads is {hp.num_kv_heads}; expected 1 (multi-query) or num_heads = {hp.num_heads}."
         )
-    if not 0 < hp.norm_epsilon < 1:
+    if not 0 < np.float32(hp.norm_epsilon) < 1:
         raise CheckpointError(f"norm_epsilon is {hp.norm_epsilon}; expected a number between 0 and 1.")
 
 

@@ -12,6 +12,7 @@ split model are opened as one file.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import mmap
 import os
@@ -25,7 +26,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from starscope.errors import GGUFError, InputError, UnsupportedError
+from starscope.errors import DoesNotFitError, GGUFError, InputError, UnsupportedError
 from starscope.formats import KNOWN_TYPES, Bytes, Floats, Format, decode, format_by_id
 from starscope.gguf.format import (
     ALIGNMENT_KEY,
@@ -461,4 +462,8 @@ def _map_descriptor(path: Path, descriptor: int) -> mmap.mmap:
     try:
         return mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) == errno.ENOMEM:
+            raise DoesNotFitError(
+                f"{path} ({status.st_size} bytes) does not fit into the memory that this process may address."
+            ) from error
         raise InputError(f"{path} cannot be mapped: {error}.") from error
