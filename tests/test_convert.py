@@ -413,6 +413,16 @@ def test_causal_masks_kept_as_buffers_are_passed_over(tmp_path: Path) -> None:
     assert_same_arrays(arrays_of(convert(tmp_path, to="f32").out), gguf_tensors(model))
 
 
+def test_a_merge_that_the_vocabulary_lacks_is_refused_before_a_file_is_written(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    del tokenizer["model"]["vocab"]["ret"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(TokenizerError, match="has no 'ret'"):
+        convert(tmp_path, to="f32")
+    assert not list(tmp_path.glob("*.gguf"))
+
+
 @pytest.mark.parametrize("to", ["q4_k", "f64", ""])
 def test_a_type_that_cannot_be_written_is_refused_with_those_that_can(to: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
