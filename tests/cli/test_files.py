@@ -80,6 +80,18 @@ def test_show_lists_tensors_on_request(cli, model):
     assert "blk.1.attn_qkv.weight" in cli("show", model, "--tensors").stdout
 
 
+def test_show_says_that_damaged_weights_are_unreadable(cli, folder, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder, damaged)
+    (weights,) = damaged.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    document = json.loads(cli("show", damaged, "--json").stdout)
+    assert (document["vocabulary_only"], document["parameters"]) == (False, None)
+    assert document["file_bytes"] == weights.stat().st_size
+    assert document["problems"]
+    assert "unreadable" in cli("show", damaged).stdout
+
+
 def test_show_knows_the_size_class_of_a_vocabulary_alone(cli, vocabulary):
     document = json.loads(cli("show", vocabulary, "--json").stdout)
     assert (document["size_class"], document["vocabulary_only"], document["bytes_by_format"]) == ("1B", True, {})

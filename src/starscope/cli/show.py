@@ -94,6 +94,9 @@ def describe_gguf(path: Path) -> dict[str, Any]:
         }
 
 
+WEIGHT_FILES = (".safetensors", ".bin")
+
+
 def describe_folder(path: Path) -> dict[str, Any]:
     """Everything that `show` tells of a Hugging Face folder."""
     from starscope.family import find_family_for_config
@@ -101,6 +104,8 @@ def describe_folder(path: Path) -> dict[str, Any]:
     from starscope.tokenizer import Tokenizer
 
     checkpoint, problems = open_folder(path)
+    stored = [file for file in path.iterdir() if file.suffix in WEIGHT_FILES and file.is_file()]
+    unreadable = {"vocabulary_only": False, "parameters": None} if problems and stored else {}
     with checkpoint:
         family, hp, parameters = None, None, None
         try:
@@ -140,11 +145,12 @@ def describe_folder(path: Path) -> dict[str, Any]:
         return {
             "path": str(path),
             "kind": "Hugging Face folder",
-            "file_bytes": sum(file.stat().st_size for file in files),
+            "file_bytes": sum(file.stat().st_size for file in (stored if unreadable else files)),
             "architecture": next(filter(is_text, architectures if isinstance(architectures, list) else ()), None),
             "name": origin if origin and is_text(origin) else path.resolve().name,
             "license": readme.get("license"),
             **describe_model(family, hp, listed, parameters),
+            **unreadable,
             "tokenizer": tokenizer,
             "metadata": {} if hp else scalars(checkpoint.config),
             "problems": problems,
@@ -263,7 +269,7 @@ def as_text(document: dict[str, Any]) -> str:
         ("license", brief(document["license"])),
         ("size class", document["size_class"]),
         ("parameters", f"{document['parameters']:,}" if document["parameters"] else None),
-        ("weights", "none, a vocabulary alone" if document["vocabulary_only"] else formats_text(document)),
+        ("weights", weights_text(document)),
     ]
     rows += [(name, document[name]) for name in SIZES]
     rows += [(brief(key), brief(value)) for key, value in document["metadata"].items()]
@@ -283,6 +289,13 @@ def as_text(document: dict[str, Any]) -> str:
 def brief(value: Any) -> Any:
     """A text as far as it is shown; anything else as it is."""
     return f"{value[:MOST_SHOWN]}..." if isinstance(value, str) and len(value) > MOST_SHOWN else value
+
+
+def weights_text(document: dict[str, Any]) -> str:
+    """What the weights are stored as, or why there is nothing to say."""
+    if document["vocabulary_only"]:
+        return "none, a vocabulary alone"
+    return formats_text(document) or "unreadable"
 
 
 def formats_text(document: dict[str, Any]) -> str:
