@@ -105,7 +105,7 @@ def test_demo_completes_fills_a_hole_and_says_how_to_go_on(cli, demo_model):
     assert lines[0] == f"starscope {__version__}"
     assert "numpy engine · cpu" in lines[1]
     assert "parameters" in lines[2]
-    assert "def read_lines(path):" in lines
+    assert "class Point:" in lines
     assert ">>>" in result.stdout
     assert "<<<" in result.stdout
     assert "tok/s" in result.stdout

@@ -18,8 +18,23 @@ if TYPE_CHECKING:
     from starscope.generate import Completion
     from starscope.model import Model
 
-PROMPT = 'def read_lines(path):\n    """Return the lines of a text file."""\n'
-BEFORE, AFTER = "def maximum(items):\n    best = items[0]\n    for item in items:\n", "    return best\n"
+PROMPT = """\
+class Point:
+    def __init__(self, x, y):
+        self.x = x
+        self.y = y
+
+    def __eq__(self, other):
+        if not isinstance(other,"""
+BEFORE = """\
+def maximum(items):
+    best = items[0]
+    for item in items:
+        if """
+AFTER = """
+            best = item
+    return best
+"""
 NEXT = (
     ("starscope run demo 'def main():' -n 60", "continue your own text"),
     ("starscope graph demo", "see every step of the forward pass"),
@@ -49,7 +64,7 @@ def demo(ctx: click.Context, engine: str, device: str, ctx_length: int | None, t
         session.write("\n\n# It fills the hole between the two parts of another (marked >>> and <<<):\n")
         session.write(BEFORE + ">>>")
         stream(session, loaded, BEFORE, AFTER)
-        session.write("<<<\n" + AFTER)
+        session.write("<<<" + AFTER)
     show_looks(session, loaded, PROMPT, first)
     timings = first.timings
     session.write(
@@ -111,7 +126,12 @@ def attention_of_the_last(engine: NumpyEngine, ids: list[int]) -> list[float]:
 def stream(session: Session, model: Model, prompt: str, suffix: str | None) -> Completion:
     """Print a completion as it is generated."""
     completion = None
-    for piece in model.generate(prompt, suffix, max_new_tokens=60, stop=["\n\n\n", "\ndef ", "\nclass "], stream=True):
+    # The model is too small to know where to end: a hole ends with its line, a function with the first empty one.
+    if suffix is None:
+        pieces = model.generate(prompt, max_new_tokens=60, stop="\n\n", stream=True)
+    else:
+        pieces = model.generate(prompt, suffix, max_new_tokens=60, stop="\n", fim_order="spm", stream=True)
+    for piece in pieces:
         session.write(piece.text)
         completion = piece.completion
     assert completion is not None, "the last piece has the completion"
