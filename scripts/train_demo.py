@@ -216,7 +216,8 @@ def commands(log: list[dict[str, Any]]) -> str:
     ends = [*(line["step"] for line in runs[1:]), runs[-1]["run"]["steps"]]
     return "\n".join(
         f"python scripts/train_demo.py --batch-size {line['run']['batch_size']} --steps {end} "
-        f"--decay-steps {line['run']['decay_steps']}" + (" --resume" if line["step"] else "")
+        f"--decay-steps {line['run']['decay_steps']} --learning-rate {line['run']['learning_rate']:g}"
+        + (" --resume" if line["step"] else "")
         for line, end in zip(runs, ends, strict=True)
     )
 

@@ -223,6 +223,7 @@ class Trainer:
                     "steps": options.steps,
                     "decay_steps": options.schedule.decay_steps,
                     "batch_size": options.batch_size,
+                    "learning_rate": options.schedule.peak,
                     "precision": str(self.dtype).removeprefix("torch."),
                 },
             })  # fmt: skip
