@@ -12,14 +12,13 @@ MODEL is a `.gguf` file, a Hugging Face folder, "demo", the small model that com
 from __future__ import annotations
 
 import importlib.util
-import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
@@ -28,7 +27,6 @@ from starscope.batching import generate_batch, of_prompt
 from starscope.cache import Cache
 from starscope.checkpoint import open_checkpoint
 from starscope.engine import Engine, Weights, make_engine
-from starscope.engine.base import Array
 from starscope.engine.weights import open_weights
 from starscope.errors import (
     CheckpointError,
@@ -44,6 +42,7 @@ from starscope.gguf.reader import GGUFFile, read_gguf
 from starscope.graph import record
 from starscope.hub import fetch_model, find_name
 from starscope.infill import FimOrder, InfillArguments, InfillPrompt
+from starscope.inputs import is_batch, sequences, token_ids
 from starscope.mapping import map_checkpoint
 from starscope.sampling import SAMPLERS, SamplingArguments, SamplingOptions, check_tokens
 from starscope.tokenizer import Token, Tokenizer
@@ -119,7 +118,7 @@ class Model:
         that take the place of the token embeddings. Sequences of different lengths are run as they are and presented
         left-padded with zeros, so that `[:, -1]` is each one's last token.
         """
-        logits = self.engine.forward(_sequences(ids), None, "all")
+        logits = self.engine.forward(sequences(ids), None, "all")
         longest = max(len(rows) for rows in logits)
         out = np.zeros((len(logits), longest, self.vocab_size), np.float32)
         for i, rows in enumerate(logits):
@@ -248,7 +247,7 @@ class Model:
         }
         read = partial(self._prompt, suffix=suffix, max_new_tokens=max_new_tokens, hole=hole, heal=heal)
         stop_ids = self.tokenizer.stop_ids if suffix is None else self.tokenizer.infill_stop_ids
-        if _is_batch(prompt):
+        if is_batch(prompt):
             if stream:
                 raise UsageError(
                     f"stream=True gives the pieces of one prompt; {len(prompt)} were given in a list.",
@@ -320,7 +319,7 @@ class Model:
             return infill.infill_prompt(self.tokenizer, prompt, suffix, budget=budget, heal=heal, **hole)
         infill.check_there_is_a_hole(**hole)
         if not isinstance(prompt, str):
-            return InfillPrompt(_token_ids(prompt, self.vocab_size), 0)
+            return InfillPrompt(token_ids(prompt, self.vocab_size), 0)
         ids, begin = self.tokenizer.encode(prompt), b""
         if heal:
             ids, begin = infill.take_back(self.tokenizer, ids)
@@ -426,49 +425,3 @@ def _open_folder(path: Path) -> Opened:
     weights = Weights(mapped.family.slots(mapped.hparams), mapped)
     tokenizer = tokenizer.padded(mapped.hparams.vocab_size)
     return mapped.family, mapped.hparams, weights, tokenizer, [*mapped.notes, *tokenizer.notes]
-
-
-def _is_batch(prompt: Any) -> TypeGuard[Sequence[Any]]:
-    """Whether several prompts were given: a list with a text or a list in it."""
-    return isinstance(prompt, (list, tuple)) and any(isinstance(one, (str, list, tuple, np.ndarray)) for one in prompt)
-
-
-def _token_ids(prompt: Any, vocab_size: int) -> list[int]:
-    """A prompt of token ids; InvalidContentError for anything else, bytes too, and for ids out of range."""
-    try:
-        if isinstance(prompt, (bytes, bytearray)):
-            raise TypeError
-        ids = [operator.index(i) for i in prompt]
-    except TypeError:
-        raise InvalidContentError(
-            f"a prompt is {type(prompt).__name__}; expected text or token ids, or a list of prompts."
-        ) from None
-    for i in ids:
-        if not 0 <= i < vocab_size:
-            raise InvalidContentError(f"token id {i} is out of range; expected 0 to {vocab_size - 1}.")
-    return ids
-
-
-def _sequences(ids: Any) -> list[Array]:
-    """What `forward` was given, as a list of id arrays `[n]` or of embeddings `[n hidden_size]`."""
-    if isinstance(ids, (str, bytes)) or not hasattr(ids, "__len__"):
-        raise InvalidContentError(
-            f"{type(ids).__name__} was given; expected token ids.", hint="model.tokenizer.encode gives those of a text."
-        )
-    if hasattr(ids, "detach"):
-        ids = _from_torch(ids)
-    if isinstance(ids, np.ndarray):
-        if ids.ndim == 0:
-            raise InvalidContentError("a single number was given; expected a list of token ids.")
-        is_one = ids.ndim == (2 if ids.dtype.kind == "f" else 1)
-        return [ids] if is_one else list(ids)
-    if len(ids) and all(isinstance(i, (int, np.integer)) for i in ids):
-        return [np.asarray(ids)]
-    return [_from_torch(item) if hasattr(item, "detach") else np.asarray(item) for item in ids]
-
-
-def _from_torch(tensor: Any) -> Array:
-    """A torch tensor as an array; floating ones as float32, since NumPy has no bfloat16."""
-    tensor = tensor.detach().cpu()
-    array: Array = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
-    return array
