@@ -42,7 +42,8 @@ format:
 bench:
 	@$(SETUP) test
 	@mkdir -p build/bench
-	@for bench in benches/*.py; do $(BIN)/python "$$bench" build/bench $(ARGS) || exit 1; done
+	@$(BIN)/python benches/convert.py build/bench $(ARGS)
+	@$(BIN)/python benches/infill.py demo tests/data/held_out/*.py
 
 clean:
 	rm -rf .venv build .mypy_cache .pytest_cache .ruff_cache .hypothesis
