@@ -101,3 +101,21 @@ def test_repeated_heads_are_counted_by_the_report_as_by_show(cli, folder, tmp_pa
     out = tmp_path / "wide.gguf"
     report = json.loads(cli("convert", folder, "--expand-mqa", "-o", out, "--json").stdout)
     assert report["parameters"] == json.loads(cli("show", out, "--json").stdout)["parameters"]
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_head_that_is_the_embeddings_bytes_is_counted_once(shares, cli, folder, tmp_path):
+    torch = pytest.importorskip("torch")
+    from safetensors.numpy import load_file
+
+    tensors = {name: torch.from_numpy(data) for name, data in load_file(folder / "model.safetensors").items()}
+    embedding = tensors["transformer.wte.weight"]
+    tensors["lm_head.weight"] = embedding if shares else embedding.clone()
+    shutil.copytree(folder, tmp_path / "torch", ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save(tensors, tmp_path / "torch" / "pytorch_model.bin")
+    whole, found = (json.loads(cli("show", path, "--json").stdout) for path in (folder, tmp_path / "torch"))
+    more = 0 if shares else embedding.numel() * 4
+    assert found["bytes_by_format"] == {"F32": whole["bytes_by_format"]["F32"] + more}
+    assert found["parameters"] == whole["parameters"]
+    listed = json.loads(cli("show", tmp_path / "torch", "--tensors", "--json").stdout)["tensors"]
+    assert "lm_head.weight" in {tensor["name"] for tensor in listed}  # it is a tensor of the file all the same
