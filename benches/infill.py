@@ -4,8 +4,9 @@
 
 A fixed rule hides spans inside of lines, and rests of lines. Greedy text with the suffix (psm, spm) is right when it is
 what was hidden and ends there. From the prefix alone a model cannot know where a span ends, so its text need only begin
-with it; `healed` gives it back the token that the hole may have cut, too. Bits per byte are those of the hidden text,
-given what is shown; once more for the holes that cut no token. Printed: tables, or with --json one document.
+with it; `healed` gives it back the token that the hole may have cut, too. `begins` counts that for every way. Bits per
+byte are those of the hidden text, given what is shown; once more for the holes that cut no token. Printed: tables, or
+with --json one document.
 """
 
 from __future__ import annotations
@@ -122,26 +123,34 @@ def shorten(model: starscope.Model, hole: Hole) -> Hole:
     return Hole(decode(encode(prefix)[-PREFIX_TOKENS:]), hole.middle, decode(encode(suffix)[:SUFFIX_TOKENS]))
 
 
-def complete(model: starscope.Model, holes: Sequence[Hole], kind: Kind, way: Way) -> list[bool]:
-    """Which holes greedy text gets right."""
+def complete(model: starscope.Model, holes: Sequence[Hole], kind: Kind, way: Way) -> list[starscope.Completion]:
+    """Greedy text for each hole; without the suffix its first line."""
     most = [len(model.tokenizer.encode(hole.middle)) + TOKENS_MORE for hole in holes]
     if way.order is not None:
         stop = ["\n"] if kind.to_the_end else []
-        done = [
+        return [
             model.generate(hole.prefix, hole.suffix, fim_order=way.order, stop=stop, max_new_tokens=limit)
             for hole, limit in zip(holes, most, strict=True)
         ]
-        return [one.text == hole.middle and one.finish_reason == "stop" for hole, one in zip(holes, done, strict=True)]
-    right = [False] * len(holes)
+    done: dict[int, starscope.Completion] = {}
     by_limit = sorted(range(len(holes)), key=most.__getitem__)
     for start in range(0, len(holes), BATCH):
         batch = by_limit[start : start + BATCH]
         prompts = [holes[i].prefix for i in batch]
         texts = model.generate(prompts, stop="\n", max_new_tokens=most[batch[-1]], heal=way.heal)
-        for i, one in zip(batch, texts, strict=True):
-            middle = holes[i].middle
-            right[i] = one.text == middle if kind.to_the_end else one.text.startswith(middle)
-    return right
+        done.update(zip(batch, texts, strict=True))
+    return [done[i] for i in range(len(holes))]
+
+
+def is_right(hole: Hole, done: starscope.Completion, kind: Kind, way: Way) -> bool:
+    """Whether it is what was hidden, where it can know the end; else whether it begins with that."""
+    if way.order is None and not kind.to_the_end:
+        return begins(hole, done)
+    return done.text == hole.middle and done.finish_reason == "stop"
+
+
+def begins(hole: Hole, done: starscope.Completion) -> bool:
+    return done.text.startswith(hole.middle)
 
 
 def bits(model: starscope.Model, hole: Hole, order: FimOrder | None) -> float:
@@ -194,22 +203,24 @@ def measure(model: starscope.Model, holes: Sequence[Hole], kind: Kind, orders: S
     right: dict[str, list[bool]] = {}
     for name in (*orders, *ALONE):
         way = WAYS[name]
-        right[name] = complete(model, holes, kind, way)
+        pairs = list(zip(holes, complete(model, holes, kind, way), strict=True))
+        right[name] = [is_right(hole, done, kind, way) for hole, done in pairs]
         ways[name] = {
             "right": sum(right[name]),
             "rate": share(right[name]),
             "rate_by_length": by_length(holes, right[name]),
+            "begins": share([begins(hole, done) for hole, done in pairs]),
         }
         if not way.heal:  # healing changes what may follow, not what is shown
             found = [bits(model, hole, way.order) for hole in holes]
             ways[name]["bits_per_byte"] = bits_per_byte(holes, found, [True] * len(holes))
             ways[name]["bits_per_byte_no_token_cut"] = bits_per_byte(holes, found, whole)
-    pairs = [
+    compared = [
         {"way": a, "other": b, "only_way": only(right[a], right[b]), "only_other": only(right[b], right[a])}
         for a in orders
         for b in ALONE
     ]
-    return {"holes": len(holes), "holes_that_cut_no_token": sum(whole), "ways": ways, "pairs": pairs}
+    return {"holes": len(holes), "holes_that_cut_no_token": sum(whole), "ways": ways, "pairs": compared}
 
 
 def table(kind: Kind, found: Mapping[str, Any]) -> str:
@@ -218,10 +229,15 @@ def table(kind: Kind, found: Mapping[str, Any]) -> str:
 
     lines = [
         f"{found['holes']} holes, {kind.what}; {found['holes_that_cut_no_token']} cut no token",
-        f"  {'':<8}" + "".join(f"{name:>10}" for name in ("right", "", *LENGTHS, "bits/byte", "no cut")),
+        f"  {'':<8}" + "".join(f"{name:>10}" for name in ("right", "", *LENGTHS, "begins", "bits/byte", "no cut")),
     ]
     for name, way in found["ways"].items():
-        cells = [way["right"], percent(way["rate"]), *map(percent, way["rate_by_length"].values())]
+        cells = [
+            way["right"],
+            percent(way["rate"]),
+            *map(percent, way["rate_by_length"].values()),
+            percent(way["begins"]),
+        ]
         cells += [way[key] for key in ("bits_per_byte", "bits_per_byte_no_token_cut") if way.get(key) is not None]
         lines.append(f"  {name:<8}" + "".join(f"{cell!s:>10}" for cell in cells))
     for pair in found["pairs"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,8 +94,11 @@ def test_what_counts_as_right(bench, texts, kind, more, finish, expected):
             return Completion(middle + more, [], finish, 1, Timings(0, 0, 0))
 
     for name, way in bench.WAYS.items():
-        right = bench.complete(Knowing(), holes, bench.KINDS[kind], way)
-        assert right == [name in expected] * 5, name
+        done = bench.complete(Knowing(), holes, bench.KINDS[kind], way)
+        for hole, one in zip(holes, done, strict=True):
+            assert bench.is_right(hole, one, bench.KINDS[kind], way) is (name in expected), name
+            assert bench.begins(hole, one)
+            assert not bench.begins(hole, replace(one, text="?" + one.text))
 
 
 def test_the_document_has_both_kinds_and_every_way(bench, monkeypatch, capsys):
