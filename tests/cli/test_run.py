@@ -121,6 +121,9 @@ def test_text_around_a_hole_that_is_cut_is_said_so(cli, model):
     result = cli("run", model, "x" * 500, "--suffix", "y" * 500, "--ctx", 64, "-n", 10)
     assert result.exit_code == 0
     assert "949 tokens of the text around the hole were left out" in result.stderr
+    document = json.loads(cli("run", model, "x" * 500, "--suffix", "y" * 500, "--ctx", 64, "-n", 10, "--json").stdout)
+    assert document["dropped_tokens"] == 949
+    assert json.loads(cli("run", model, "x", "--suffix", "y", "-n", 1, "--json").stdout)["dropped_tokens"] == 0
 
 
 def test_a_prompt_over_the_context_is_status_4_with_both_numbers(cli, model):

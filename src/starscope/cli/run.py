@@ -108,7 +108,7 @@ def run(
         completion = piece.completion
     assert completion is not None, "the last piece has the completion"
     if session.json:
-        session.document(as_document(completion))
+        session.document(as_document(completion, fills=after is not None))
     warn_of_cut(session, completion)
     session.note(summary(completion))
 
@@ -125,14 +125,15 @@ def idle_options(ctx: click.Context, options: SamplingOptions) -> list[str]:
     ]
 
 
-def as_document(completion: Completion) -> dict[str, object]:
-    """The JSON document of a completion; `logprobs` is there when it was asked for."""
+def as_document(completion: Completion, *, fills: bool) -> dict[str, object]:
+    """The JSON document of a completion; with `dropped_tokens` when it `fills` a hole, `logprobs` when asked for."""
     timings = completion.timings
     document: dict[str, object] = {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "prompt_tokens": completion.prompt_tokens,
+        **({"dropped_tokens": completion.dropped_tokens} if fills else {}),
         "timings": {
             "load_s": timings.load_s,
             "prefill_tok_s": timings.prefill_tok_s,
