@@ -89,6 +89,29 @@ def test_a_path_that_exists_is_the_path(cache: Path) -> None:
     assert find_name(Path("a/b")) is None
 
 
+@pytest.mark.parametrize(("text", "way_out"), [
+    ("https://huggingface.co/bigcode/starcoderbase-1b", "write bigcode/starcoderbase-1b."),
+    ("https://huggingface.co/bigcode/starcoderbase-1b/tree/main?x=1#files", "write bigcode/starcoderbase-1b."),
+    ("HTTP://host/model.gguf", "Download it and give its path."),
+    ("https://host/a/b.gguf", "Download it and give its path."),
+    ("https://", "Download it and give its path."),
+    ("s3://bucket/" + "x" * 500, "Download it and give its path."),
+])  # fmt: skip
+def test_a_url_is_refused_with_what_is_taken(text: str, way_out: str) -> None:
+    with pytest.raises(InputError) as caught:
+        starscope.load(text)
+    assert "is a URL; expected a .gguf file, a Hugging Face folder, owner/name of the hub, or demo." in str(
+        caught.value
+    )
+    assert str(caught.value).endswith(way_out)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_path_that_looks_like_a_url_is_the_path(cache: Path) -> None:
+    Path("file:/x").mkdir(parents=True)
+    assert find_name("file://x") is None
+
+
 # Which files
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from starscope.checkpoint import KINDS, read_json
+from starscope.checkpoint.content import cut
 from starscope.errors import DoesNotFitError, InputError, OfflineError, OutputError, StarscopeError, UsageError
 
 MAIN = "main"
@@ -37,6 +38,7 @@ TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 _NAME = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>\w[\w./-]*))?(?::(?P<type>\w+))?", re.ASCII
 )
+_URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>[^/]*)/?(?P<rest>.*)", re.IGNORECASE | re.DOTALL)
 _PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
@@ -57,8 +59,19 @@ Choose = Callable[[HubName, Sequence[str]], list[str]]
 
 
 def find_name(text: str | os.PathLike[str]) -> HubName | None:
-    """The hub name that MODEL is; None for a path: one that exists, or a text that cannot be a name."""
-    if not isinstance(text, str) or text.lower().endswith(FILE_ENDS):
+    """The hub name that MODEL is; None for a path: one that exists, or a text that cannot be a name.
+
+    InputError for a URL, which is neither.
+    """
+    if not isinstance(text, str):
+        return None
+    if (url := _URL.fullmatch(text)) is not None and not os.path.lexists(text):
+        name = find_name("/".join(url["rest"].split("/")[:2]))
+        raise InputError(
+            f"{cut(text)} is a URL; expected a .gguf file, a Hugging Face folder, owner/name of the hub, or demo.",
+            hint=f"If it is that repository, write {name}." if name else "Download it and give its path.",
+        )
+    if text.lower().endswith(FILE_ENDS):
         return None
     found = _NAME.fullmatch(text)
     if found is None or ".." in text or "--" in found["repo"] or os.path.lexists(text):
