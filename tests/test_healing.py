@@ -141,6 +141,50 @@ def test_what_a_token_leaves_must_be_writable() -> None:
     assert padded.agreeing(b"[") == padded.agreeing(b"<") == []
 
 
+def test_what_is_left_out_is_not_counted_on_later() -> None:
+    pieces, normal = ["a", "ab", "abc", "bc", "c"], TokenType.NORMAL
+    found = Continuations(Contents("the test", pieces, bytes([normal] * 5), []))
+    assert found.agreeing(b"abc") == [0, 1, 2]
+    assert found.agreeing(b"abc", {3}) == [1, 2]  # "a" would leave "bc", which then nothing writes
+    assert found.agreeing(b"abc", {2, 3, 4}) == []
+
+
+class PreferringEngine(RandomEngine):
+    """An engine whose logits are largest for the tokens of `ids`, the first of them most."""
+
+    def __init__(self, size: int, ids: list[int]) -> None:
+        super().__init__(size, 0)
+        self.ids = ids
+
+    def forward(self, sequences: Any, caches: Any, wanted: str = "last") -> list[np.ndarray]:
+        [logits] = super().forward(sequences, caches, wanted)
+        logits[0, self.ids] = 100 - np.arange(len(self.ids))
+        return [logits]
+
+
+def heal(tokenizer: Tokenizer, text: str, ids: list[int], **options: Any) -> Completion:
+    prompt, begin = take_back(tokenizer, tokenizer.encode(text))
+    engine: Any = PreferringEngine(tokenizer.vocab_size, ids)
+    sampling = SamplingOptions(**options)
+    return last_piece(generate(engine, tokenizer, prompt, begin=begin, max_new_tokens=3, options=sampling))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_banned_token_is_not_chosen_while_others_agree(temperature: float) -> None:
+    tokenizer = small()
+    ids = {piece: tokenizer.encode(piece)[0] for piece in ("print", "pr", "p", "int", "in", "i")}
+    liked = [ids["pr"], ids["int"], ids["p"]]
+    options = {"temperature": temperature, "top_k": 1 if temperature else 0, "seed": 1}
+    assert heal(tokenizer, "a\nprint", liked, **options).token_ids[:2] == [ids["pr"], ids["int"]]
+    # Behind "pr" all that agrees would be banned: so "pr" is not begun with.
+    bans = {ids[piece]: -np.inf for piece in ("int", "in", "i")}
+    assert heal(tokenizer, "a\nprint", liked, logit_bias=bans, **options).token_ids[0] == ids["print"]
+    # Where nothing else writes the bytes, they are written all the same.
+    bans[ids["print"]] = -np.inf
+    done = heal(tokenizer, "a\nprint", liked, logit_bias=bans, **options)
+    assert b"".join(map(tokenizer.token_bytes, done.token_ids)).startswith(b"print")
+
+
 def test_an_opening_bracket_never_becomes_a_special_token() -> None:
     """Every special token's spelling begins with what was taken back; none of them is text."""
     for name, special in (("refact", range(19)), ("starcoder", range(38))):

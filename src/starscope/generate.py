@@ -11,6 +11,7 @@ the whole `Completion`:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -305,11 +306,18 @@ class Continuation:
         return Piece(self._text[-1], choice.token_id, self._scores[-1] if self._scores else None)
 
     def _allowed(self) -> list[int] | None:
-        """The tokens that can come next while the text still repeats a piece of the prompt; None for all."""
+        """The tokens that can come next while the text still repeats a piece of the prompt; None for all.
+
+        One that is banned or ends a text is among them only where the bytes cannot be written without any such.
+        """
         if not self._owed:
             return None
-        agreeing = self._tokenizer.agreeing_ids(self._owed)
-        return [token for token in agreeing if token not in self._options.stop_ids] or agreeing
+        stop, bias = self._options.stop_ids, self._options.sampling.logit_bias or {}
+        banned = frozenset(token for token, addend in bias.items() if addend == -math.inf)
+        for without in (stop | banned, banned, stop):
+            if agreeing := self._tokenizer.agreeing_ids(self._owed, without):
+                return agreeing
+        return self._tokenizer.agreeing_ids(self._owed)
 
     def _text_of(self, token: int) -> str:
         """What a token adds to the text: its bytes without those that only repeat the prompt."""

@@ -7,6 +7,7 @@ be written with tokens too. Only tokens that a text can become count: control to
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection
 
 from starscope.tokenizer.vocabulary import HIDDEN, Contents, TokenType
 
@@ -22,17 +23,27 @@ class Continuations:
         self._bytes = [data for data, _ in pairs]
         self._ids = [token_id for _, token_id in pairs]
 
-    def agreeing(self, data: bytes) -> list[int]:
-        """The ids that agree with `data` (at least one byte), ascending; empty where no tokens write it."""
+    def agreeing(self, data: bytes, without: Collection[int] = ()) -> list[int]:
+        """The ids that agree with `data` (at least one byte), ascending; empty where no tokens write it.
+
+        Ids in `without` do not count, neither now nor for what is left of the bytes.
+        """
+
+        def beginning(part: bytes) -> list[int]:
+            return [token for token in self._beginning(part) if token not in without]
+
+        def exactly(part: bytes) -> list[int]:
+            return [token for token in self._exactly(part) if token not in without]
+
         can_write = [False] * len(data) + [True]  # whether data[n:] can be written
         for start in range(len(data) - 1, 0, -1):
-            can_write[start] = bool(self._beginning(data[start:])) or any(
-                can_write[end] and self._exactly(data[start:end]) for end in range(start + 1, len(data))
+            can_write[start] = bool(beginning(data[start:])) or any(
+                can_write[end] and exactly(data[start:end]) for end in range(start + 1, len(data))
             )
-        found = [*self._beginning(data)]
+        found = beginning(data)
         for end in range(1, len(data)):
             if can_write[end]:
-                found += self._exactly(data[:end])
+                found += exactly(data[:end])
         return sorted(found)
 
     def _beginning(self, data: bytes) -> list[int]:

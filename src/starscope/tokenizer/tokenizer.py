@@ -10,7 +10,7 @@ Nothing is read of the vocabulary before it is needed, nothing built for encodin
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -111,9 +111,9 @@ class Tokenizer:
         """A detokenizer for one sequence of ids."""
         return Detokenizer(self.token_bytes)
 
-    def agreeing_ids(self, data: bytes) -> list[int]:
+    def agreeing_ids(self, data: bytes, without: Collection[int] = ()) -> list[int]:
         """The tokens of text that can come next where a text goes on with `data`, ascending (see `Continuations`)."""
-        return self._continuations.agreeing(data)
+        return self._continuations.agreeing(data, without)
 
     @cached_property
     def _continuations(self) -> Continuations:
