@@ -1,0 +1,424 @@
+// The arithmetic of attention, compiled once per instruction set. A set gives sixteen floats at a time
+// (attention_vector.h); everything else is written once: micro-kernels that keep rows x columns of sums in registers,
+// the softmax of a tile, and the merging of tiles.
+//
+// A row's bits never depend on its neighbours: every sum is one chain over its steps, whatever the number of rows
+// beside it, and everything skipped as invisible would have added zeros.
+//
+// As in kernels.cpp, no library code and no inline function from outside the set's own namespace is called here.
+#include "attention_kernels.h"
+
+#include "numbers.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 finds these in its own immintrin.h
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+namespace starscope {
+namespace STARSCOPE_ISA {
+namespace {
+
+#include "attention_vector.h"
+
+constexpr size_t kLanes = 16;
+constexpr float kNothing = -__builtin_inff();
+
+inline size_t rounded_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
+inline size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
+
+// ---- Three ways to hold operands as 32-bit words -------------------------------------------------------------------
+//
+// Each says how many steps (words of a query) a score takes, and how many the mix of `keys` keys; what one step adds;
+// how the panel of a step is found: kGroups groups of 16 keys from `key` on, or `groups` groups of 16 columns; and how
+// two vectors of weights are stored, which also adds them to their sum.
+
+struct Panel {
+    const uint32_t* words;
+    size_t group_stride;
+    size_t step_stride;
+};
+
+// The caches' float32 values, read where they lie.
+struct Singles {
+    static size_t steps(size_t dim) { return dim; }
+    static size_t mix_steps(size_t keys) { return keys; }
+    static Vec step(Vec value, Vec panel, Vec sum) { return multiply_add(value, panel, sum); }
+
+    static Panel keys(const AttentionTile& tile, size_t key) {
+        const uint32_t* words = reinterpret_cast<const uint32_t*>(tile.keys);
+        return {words + key * tile.dim, tile.dim * kLanes, kLanes};
+    }
+    static Panel values(const AttentionTile& tile, size_t column, size_t, size_t) {
+        return {reinterpret_cast<const uint32_t*>(tile.values) + column, kLanes, rounded_up(tile.dim, kLanes)};
+    }
+    static Vec store_weights(uint32_t* row, size_t vector, Vec first, Vec second, Vec sum) {
+        store(row + vector * kLanes, first);
+        store(row + (vector + 1) * kLanes, second);
+        return add(add(sum, first), second);
+    }
+    // 16 values of a query.
+    static size_t pack(Vec first, Vec, uint32_t* words) {
+        store(words, first);
+        return kLanes;
+    }
+};
+
+#if defined(__AVX512BF16__)
+
+// Pairs of bfloat16, as the layouts of the float16 caches have them: dims 2i and 2i+1, positions 2i and 2i+1.
+struct Halves {
+    static size_t steps(size_t dim) { return (dim + 1) / 2; }
+    static size_t mix_steps(size_t keys) { return (keys + 1) / 2; }
+    static Vec step(Vec value, Vec panel, Vec sum) { return multiply_add_pairs(value, panel, sum); }
+
+    static Vec convert(const uint16_t* halves) { return to_bfloats(load_halves(halves), load_halves(halves + kLanes)); }
+
+    static Panel keys(const AttentionTile& tile, size_t key) {
+        const size_t words = steps(tile.dim) * kGroups * kLanes;
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile.keys) + 2 * key * steps(tile.dim);
+        uint32_t* panel = tile.scratch.panel;
+        for (size_t i = 0; i < words; i += kLanes) store(panel + i, convert(halves + 2 * i));
+        return {panel, steps(tile.dim) * kLanes, kLanes};
+    }
+    static Panel values(const AttentionTile& tile, size_t column, size_t groups, size_t keys) {
+        const size_t stride = 2 * rounded_up(tile.dim, kLanes);
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile.values) + 2 * column;
+        uint32_t* panel = tile.scratch.panel;
+        for (size_t i = 0; i < mix_steps(keys); ++i, halves += stride) {
+            for (size_t group = 0; group < groups; ++group) {
+                store(panel + (i * groups + group) * kLanes, convert(halves + 2 * group * kLanes));
+            }
+        }
+        if (keys % 2) {  // nobody sees the last pair's second position: what lies there may be anything
+            for (size_t i = keys / 2 * groups * kLanes; i < mix_steps(keys) * groups * kLanes; ++i) panel[i] &= 0xffffu;
+        }
+        return {panel, kLanes, groups * kLanes};
+    }
+    static Vec store_weights(uint32_t* row, size_t vector, Vec first, Vec second, Vec sum) {
+        const Vec weights = to_bfloats(first, second);
+        const uint32_t ones = 0x3f803f80u;
+        store(row + vector / 2 * kLanes, weights);
+        return multiply_add_pairs(weights, all_bits(&ones), sum);
+    }
+    // 32 values of a query.
+    static size_t pack(Vec first, Vec second, uint32_t* words) {
+        store(words, to_bfloats(first, second));
+        return 2 * kLanes;
+    }
+};
+
+#else
+
+// Values of bfloat16 precision in float32, taken out of the pairs.
+struct Halves {
+    static size_t steps(size_t dim) { return rounded_up(dim, 2); }
+    static size_t mix_steps(size_t keys) { return keys; }
+    static Vec step(Vec value, Vec panel, Vec sum) { return multiply_add(value, panel, sum); }
+
+    static void convert(const uint16_t* halves, uint32_t* even_words, uint32_t* odd_words) {
+        Vec even, odd;
+        load_half_pairs(halves, even, odd);
+        store(even_words, round_to_bfloat(even));
+        store(odd_words, round_to_bfloat(odd));
+    }
+
+    static Panel keys(const AttentionTile& tile, size_t key) {
+        const size_t words = steps(tile.dim) * kGroups * kLanes;
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile.keys) + key * steps(tile.dim);
+        uint32_t* panel = tile.scratch.panel;
+        for (size_t i = 0; i < words; i += 2 * kLanes) convert(halves + i, panel + i, panel + i + kLanes);
+        return {panel, steps(tile.dim) * kLanes, kLanes};
+    }
+    static Panel values(const AttentionTile& tile, size_t column, size_t groups, size_t keys) {
+        const size_t stride = 2 * rounded_up(tile.dim, kLanes);
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile.values) + 2 * column;
+        for (size_t i = 0; i < keys; i += 2, halves += stride) {
+            uint32_t* even = tile.scratch.panel + i * groups * kLanes;
+            uint32_t* odd = even + groups * kLanes;
+            for (size_t j = 0; j < groups * kLanes; j += kLanes) convert(halves + 2 * j, even + j, odd + j);
+        }
+        return {tile.scratch.panel, kLanes, groups * kLanes};
+    }
+    static Vec store_weights(uint32_t* row, size_t vector, Vec first, Vec second, Vec sum) {
+        return Singles::store_weights(row, vector, round_to_bfloat(first), round_to_bfloat(second), sum);
+    }
+    static size_t pack(Vec first, Vec, uint32_t* words) {
+        store(words, round_to_bfloat(first));
+        return kLanes;
+    }
+};
+
+#endif
+
+// ---- Micro-kernels -------------------------------------------------------------------------------------------------
+
+// Two softmaxes' mixes (or sums) on a common scale.
+inline Vec merged(Vec older, Vec keep, Vec later, Vec add) { return multiply_add(older, keep, multiply(later, add)); }
+
+// sums[m][n] = the panel's group n times row m, whose step s is rows[m * kRowStride + s * row_step].
+template <class Operands, size_t M, size_t N, size_t kRowStride>
+inline void multiply_rows(const uint32_t* rows, size_t row_step, Panel panel, size_t steps, Vec (&sums)[M][N]) {
+#pragma GCC unroll 16
+    for (size_t m = 0; m < M; ++m) {
+#pragma GCC unroll 2
+        for (size_t n = 0; n < N; ++n) sums[m][n] = zero();
+    }
+    for (; steps > 0; --steps, rows += row_step, panel.words += panel.step_stride) {
+        Vec columns[N];
+#pragma GCC unroll 2
+        for (size_t n = 0; n < N; ++n) columns[n] = load(panel.words + n * panel.group_stride);
+#pragma GCC unroll 16
+        for (size_t m = 0; m < M; ++m) {
+            const Vec value = all_bits(rows + m * kRowStride);
+#pragma GCC unroll 2
+            for (size_t n = 0; n < N; ++n) sums[m][n] = Operands::step(value, columns[n], sums[m][n]);
+        }
+    }
+}
+
+// Scores of rows `row` .. row + M-1 for kGroups * 16 keys.
+template <class Operands, size_t M>
+void score_rows(const AttentionTile& tile, Panel panel, size_t row, size_t key) {
+    Vec sums[M][kGroups];
+    multiply_rows<Operands, M, kGroups, 1>(tile.queries + row, tile.query_stride, panel,
+                                           Operands::steps(tile.dim), sums);
+    float* scores = tile.scratch.scores + row * kScoreStride + key;
+#pragma GCC unroll 16
+    for (size_t m = 0; m < M; ++m) {
+#pragma GCC unroll 2
+        for (size_t n = 0; n < kGroups; ++n) store(scores + m * kScoreStride + n * kLanes, sums[m][n]);
+    }
+}
+
+// Mixes N * 16 columns of the values by the weights of M rows, and merges them into the rows' state.
+template <class Operands, size_t M, size_t N>
+void mix_rows(const AttentionTile& tile, Panel panel, size_t row, size_t column, size_t keys, bool alone) {
+    Vec sums[M][N];
+    const uint32_t* weights = reinterpret_cast<const uint32_t*>(tile.scratch.scores) + row * kScoreStride;
+    multiply_rows<Operands, M, N, kScoreStride>(weights, 1, panel, Operands::mix_steps(keys), sums);
+    const size_t stride = rounded_up(tile.dim, kLanes);
+    float* mix = tile.state.mix + row * stride + column;
+#pragma GCC unroll 16
+    for (size_t m = 0; m < M; ++m, mix += stride) {
+        const Vec keep = all(tile.scratch.keep[row + m]), add = all(tile.scratch.add[row + m]);
+#pragma GCC unroll 2
+        for (size_t n = 0; n < N; ++n) {
+            float* to = mix + n * kLanes;
+            store(to, alone ? sums[m][n] : merged(load(to), keep, sums[m][n], add));
+        }
+    }
+}
+
+// Calls score_rows or mix_rows for `m` rows, 1 <= m <= M.
+template <class Operands, size_t M = kRows>
+inline void score(size_t m, const AttentionTile& tile, Panel panel, size_t row, size_t key) {
+    if constexpr (M > 1) {
+        if (m < M) return score<Operands, M - 1>(m, tile, panel, row, key);
+    }
+    score_rows<Operands, M>(tile, panel, row, key);
+}
+
+template <class Operands, size_t N, size_t M = kRows>
+inline void mix(size_t m, const AttentionTile& tile, Panel panel, size_t row, size_t column, size_t keys, bool alone) {
+    if constexpr (M > 1) {
+        if (m < M) return mix<Operands, N, M - 1>(m, tile, panel, row, column, keys, alone);
+    }
+    mix_rows<Operands, M, N>(tile, panel, row, column, keys, alone);
+}
+
+// Shares rows first .. count-1 out into equal pieces of at most kRows: f(rows in the piece, its first row).
+template <class F>
+inline void for_pieces(size_t first, size_t count, F f) {
+    for (size_t pieces = (count - first + kRows - 1) / kRows; pieces > 0; --pieces) {
+        const size_t rows = (count - first + pieces - 1) / pieces;
+        f(rows, first);
+        first += rows;
+    }
+}
+
+// ---- Softmax -------------------------------------------------------------------------------------------------------
+
+// Turns a row's scores of the tile's first `keys` keys into weights, zeros behind them. The sum is that of the weights
+// as they are used, after rounding, so that they add up to one. kWhole: keys = kTileKeys.
+template <class Operands, bool kWhole>
+inline void weigh(float* scores, size_t keys, float& largest, float& sum) {
+    constexpr size_t kVectors = kTileKeys / kLanes;
+    Vec vectors[kVectors];
+    Vec top = all(kNothing);
+#pragma GCC unroll 8
+    for (size_t i = 0; i < kVectors; ++i) {
+        if (kWhole || (i + 1) * kLanes <= keys) {
+            vectors[i] = load(scores + i * kLanes);
+        } else {
+            vectors[i] = i * kLanes < keys ? load_first(scores + i * kLanes, keys % kLanes, kNothing) : all(kNothing);
+        }
+        top = larger(vectors[i], top);
+    }
+    largest = largest_of(top);
+    const Vec most = all(largest);
+    Vec total = zero();
+    uint32_t* row = reinterpret_cast<uint32_t*>(scores);
+#pragma GCC unroll 4
+    for (size_t i = 0; i < kVectors; i += 2) {
+        const Vec first = exp2(subtract(vectors[i], most)), second = exp2(subtract(vectors[i + 1], most));
+        total = Operands::store_weights(row, i, first, second, total);
+    }
+    sum = sum_of(total);
+}
+
+// What sixteen rows' mixes are to be multiplied by, and their common state.
+inline void merge_rows(float* largest, float* sum, const float* later_largest, const float* later_sum, float* keep_to,
+                       float* add_to) {
+    const Vec older = load(largest), later = load(later_largest), most = larger(later, older);
+    const Vec keep = exp2(subtract(older, most)), add = exp2(subtract(later, most));
+    store(largest, most);
+    store(sum, merged(load(sum), keep, load(later_sum), add));
+    store(keep_to, keep);
+    store(add_to, add);
+}
+
+// Positions of the tile that a token at `position` sees.
+inline size_t keys_seen(const AttentionTile& tile, size_t position) {
+    return position < tile.first_key ? 0 : smaller(position - tile.first_key + 1, kTileKeys);
+}
+
+// The first row that sees key `key` of the tile.
+inline size_t first_row(const AttentionTile& tile, size_t key) {
+    const size_t position = tile.first_key + key;
+    return position > tile.rows.position ? (position - tile.rows.position) * tile.rows.heads : 0;
+}
+
+template <class Operands>
+void attend(const AttentionTile& tile, bool alone) {
+    const AttentionRows& rows = tile.rows;
+    const AttentionScratch& scratch = tile.scratch;
+    const size_t seen = keys_seen(tile, rows.position + (rows.count - 1) / rows.heads);
+    const size_t begin = first_row(tile, 0);
+
+    for (size_t key = 0; key < seen; key += kGroups * kLanes) {
+        const Panel panel = Operands::keys(tile, key);
+        for_pieces(first_row(tile, key), rows.count,
+                   [&](size_t count, size_t row) { score<Operands>(count, tile, panel, row, key); });
+    }
+
+    if (tile.first_key == 0) alone = true;
+    float* largest = alone ? tile.state.largest : scratch.largest;
+    float* sum = alone ? tile.state.sum : scratch.sum;
+    for (size_t row = begin, position = rows.position + begin / rows.heads; row < rows.count; ++position) {
+        const size_t keys = keys_seen(tile, position);
+        for (const size_t end = row + rows.heads; row < end; ++row) {
+            float* scores = scratch.scores + row * kScoreStride;
+            if (keys == kTileKeys) {
+                weigh<Operands, true>(scores, keys, largest[row], sum[row]);
+            } else {
+                weigh<Operands, false>(scores, keys, largest[row], sum[row]);
+            }
+        }
+    }
+    if (!alone) {
+        for (size_t row = begin; row < rows.count; row += kLanes) {
+            merge_rows(tile.state.largest + row, tile.state.sum + row, largest + row, sum + row, scratch.keep + row,
+                       scratch.add + row);
+        }
+    }
+
+    for (size_t column = 0; column < tile.dim; column += kGroups * kLanes) {
+        const size_t groups = column + kLanes < tile.dim ? kGroups : 1;
+        const Panel panel = Operands::values(tile, column, groups, seen);
+        for_pieces(begin, rows.count, [&](size_t count, size_t row) {
+            const size_t keys = keys_seen(tile, rows.position + (row + count - 1) / rows.heads);
+            if (groups == kGroups) {
+                mix<Operands, kGroups>(count, tile, panel, row, column, keys, alone);
+            } else {
+                mix<Operands, 1>(count, tile, panel, row, column, keys, alone);
+            }
+        });
+    }
+}
+
+// ---- Rows in and out -----------------------------------------------------------------------------------------------
+
+// Up to 16 of `count` values, zeros behind.
+inline Vec load_up_to(const float* from, size_t count) {
+    return count >= kLanes ? load(from) : load_first(from, count, 0.0f);
+}
+
+template <class Operands>
+void pack(size_t dim, const float* query, float scale, uint32_t* column, size_t stride) {
+    const size_t steps = Operands::steps(dim);
+    for (size_t step = 0, i = 0; step < steps;) {
+        uint32_t words[kLanes];
+        const Vec first = multiply(load_up_to(query + i, dim - i), all(scale));
+        const Vec second = i + kLanes < dim ? multiply(load_up_to(query + i + kLanes, dim - i - kLanes), all(scale)) : zero();
+        i += Operands::pack(first, second, words);
+        for (size_t j = 0; j < kLanes && step < steps; ++j, ++step) column[step * stride] = words[j];
+    }
+}
+
+inline void convert(float* to, Vec v) { store(to, v); }
+inline void convert(uint16_t* to, Vec v) { store_halves(to, v); }
+
+// kPair: how many dims of a key, and positions of a value, lie side by side.
+template <class Element, size_t kPair>
+void append(size_t dim, uint8_t* key_bytes, uint8_t* value_bytes, size_t position, size_t count, const float* new_keys,
+            const float* new_values, size_t stride) {
+    const size_t key_dims = rounded_up(dim, kPair), columns = rounded_up(dim, kLanes);
+    for (; count > 0; --count, ++position, new_keys += stride, new_values += stride) {
+        Element* keys = reinterpret_cast<Element*>(key_bytes) + position / kLanes * kLanes * key_dims;
+        Element* values = reinterpret_cast<Element*>(value_bytes) + position / kPair * kPair * columns;
+        Element elements[kLanes];
+        for (size_t i = 0; i < columns; i += kLanes) {
+            convert(elements, load_up_to(new_keys + i, dim - i));
+            const size_t end = smaller(i + kLanes, key_dims);
+            for (size_t d = i; d < end; ++d) {
+                keys[d / kPair * kPair * kLanes + position % kLanes * kPair + d % kPair] = elements[d - i];
+            }
+            convert(elements, load_up_to(new_values + i, dim - i));
+            for (size_t d = i; d < i + kLanes; ++d) values[d * kPair + position % kPair] = elements[d - i];
+        }
+    }
+}
+
+void merge(size_t dim, size_t count, const AttentionState& state, const AttentionState& later) {
+    float keep[kLanes], add[kLanes];
+    merge_rows(state.largest, state.sum, later.largest, later.sum, keep, add);
+    const size_t columns = rounded_up(dim, kLanes);
+    for (size_t row = 0; row < count; ++row) {
+        float* mix = state.mix + row * columns;
+        const float* later_mix = later.mix + row * columns;
+        for (size_t i = 0; i < columns; i += kLanes) {
+            store(mix + i, merged(load(mix + i), all(keep[row]), load(later_mix + i), all(add[row])));
+        }
+    }
+}
+
+// Adding a zero makes -0, which depends on the zeros that were skipped, +0.
+void finish(size_t dim, float sum, const float* mix, float* output) {
+    for (size_t i = 0; i < dim; i += kLanes) {
+        const Vec result = add(divide(load(mix + i), all(sum)), zero());
+        if (i + kLanes <= dim) {
+            store(output + i, result);
+        } else {
+            store_first(output + i, dim - i, result);
+        }
+    }
+}
+
+}  // namespace
+
+#define STARSCOPE_TEXT_(x) #x
+#define STARSCOPE_TEXT(x) STARSCOPE_TEXT_(x)
+
+extern const AttentionKernels attention_kernels = {
+    STARSCOPE_TEXT(STARSCOPE_ISA),
+    {append<uint16_t, 2>, pack<Halves>, attend<Halves>, merge, finish},
+    {append<float, 1>, pack<Singles>, attend<Singles>, merge, finish},
+};
+
+}  // namespace STARSCOPE_ISA
+}  // namespace starscope

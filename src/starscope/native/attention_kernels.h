@@ -1,0 +1,97 @@
+// What one instruction set offers for attention: a table for float16 caches and one for float32 caches. The same tables
+// exist for every set, filled by compiling attention_kernels.cpp again. Results differ between sets by roundings only.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace starscope {
+
+constexpr size_t kTileKeys = 128;
+
+// The query rows that read a key head together: row r is head r % heads of the token at position + r / heads.
+struct AttentionRows {
+    size_t count;
+    size_t heads;
+    size_t position;
+};
+
+// A softmax that has seen some of the keys. With s the scores in powers of two (see `pack`), the weights are
+// 2^(s - largest); mix holds the sums of weight times value, a row of padded(dim) for each query row, not yet divided
+// by the sum of the weights. Arrays of one float a row have room for row_room(rows).
+struct AttentionState {
+    float* largest;
+    float* sum;
+    float* mix;
+};
+
+// Full vectors are read and written from any row on.
+constexpr size_t row_room(size_t rows) { return (rows + 15) / 16 * 16 + 16; }
+
+// Packed queries lie [steps][query_stride(rows)], so that the rows of a step are neighbours. An odd number of cache
+// lines apart, steps spread over all sets of the cache.
+constexpr size_t query_stride(size_t rows) { return ((rows + 15) / 16 | 1) * 16; }
+
+// Words from one row of scores to the next: a tile, and a cache line that keeps rows out of each other's sets.
+constexpr size_t kScoreStride = kTileKeys + 16;
+
+// What a thread needs to work on a tile.
+struct AttentionScratch {
+    uint32_t* panel;  // panel_words(dim): keys or values, converted
+    float* scores;    // rows * kScoreStride, and the weights made from them
+    float* largest;   // row_room(rows) each: the tile's own state,
+    float* sum;
+    float* keep;  // and what the older and the tile's mix are multiplied by
+    float* add;
+};
+
+constexpr size_t panel_words(size_t dim) { return 32 * (dim + 1 > kTileKeys ? dim + 1 : kTileKeys); }
+
+struct AttentionTile {
+    size_t dim;
+    size_t first_key;       // position of the tile's first key
+    const uint8_t* keys;    // the tile's part of the cache
+    const uint8_t* values;
+    AttentionRows rows;     // in the order of positions; the last one sees this tile
+    const uint32_t* queries;
+    size_t query_stride;    // words from a step to the next
+    AttentionScratch scratch;
+    AttentionState state;
+};
+
+struct AttentionArithmetic {
+    // Writes `count` positions, the first being `position`, into the cache of one key head. Position i is read at
+    // new_keys + i * stride.
+    void (*append)(size_t dim, uint8_t* keys, uint8_t* values, size_t position, size_t count, const float* new_keys,
+                   const float* new_values, size_t stride);
+    // Writes one query, multiplied by `scale`, as a column of the packed queries. The scale has the scores in powers of
+    // two: log2(e) times what the model asks for.
+    void (*pack)(size_t dim, const float* query, float scale, uint32_t* column, size_t stride);
+    // Attends to a tile. A tile that begins at 0, or `alone`, sets the state, others are merged into it.
+    void (*attend)(const AttentionTile& tile, bool alone);
+    // Merges `count` <= 16 rows of `later` into those of `state`.
+    void (*merge)(size_t dim, size_t count, const AttentionState& state, const AttentionState& later);
+    // Writes a row's result, dim values: its mix divided by the sum of its weights.
+    void (*finish)(size_t dim, float sum, const float* mix, float* output);
+};
+
+struct AttentionKernels {
+    const char* isa;
+    AttentionArithmetic half;
+    AttentionArithmetic single;
+};
+
+namespace scalar {
+extern const AttentionKernels attention_kernels;
+}
+namespace avx2 {
+extern const AttentionKernels attention_kernels;
+}
+namespace avx512 {
+extern const AttentionKernels attention_kernels;
+}
+namespace avx512_bf16 {
+extern const AttentionKernels attention_kernels;
+}
+
+}  // namespace starscope
