@@ -25,6 +25,7 @@ from typing import Any
 
 from starscope.checkpoint import KINDS, read_json
 from starscope.checkpoint.content import cut
+from starscope.checkpoint.files import is_there, read_bytes
 from starscope.errors import DoesNotFitError, InputError, OfflineError, OutputError, StarscopeError, UsageError
 
 MAIN = "main"
@@ -249,9 +250,10 @@ def _bars() -> type[Any]:
 def _cached(name: HubName, cache: Path) -> Path | None:
     """The folder of the cached snapshot of a revision, complete or not."""
     storage = cache / f"models--{name.repo.replace('/', '--')}"
-    commit = name.revision
-    with suppress(OSError, ValueError):  # ValueError: bytes that are no text
-        commit = (storage / "refs" / name.revision).read_text(encoding="ascii").strip()
+    commit, ref = name.revision, storage / "refs" / name.revision
+    if is_there(ref) and not ref.is_dir():  # refs/pr is the folder of refs/pr/1
+        with suppress(ValueError):  # bytes that are no text
+            commit = read_bytes(ref).decode("ascii").strip()
     folder = storage / "snapshots" / commit
     return folder if re.fullmatch(r"\w+", commit) and folder.is_dir() else None
 

@@ -87,6 +87,12 @@ def read_bytes(path: Path) -> bytes:
         return file.read()
 
 
+def read_text(path: Path) -> str:
+    """All of a regular file, with line ends as line feeds. UnicodeDecodeError when it is not UTF-8."""
+    with open(open_regular(path), encoding="utf-8") as file:
+        return file.read()
+
+
 def parse_object(data: bytes, where: str) -> dict[str, Any]:
     """A JSON object whose keys are unique, from UTF-8; CheckpointError says what is wrong with it."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from starscope.checkpoint import read_json
 from starscope.checkpoint.content import cut, short, typed
-from starscope.checkpoint.files import is_there
+from starscope.checkpoint.files import is_there, read_text
 from starscope.errors import InputError, TokenizerError, UnsupportedError
 from starscope.tokenizer.source import Source, split_merges
 from starscope.tokenizer.tokenizer_json import Added, Files, checked_vocab, read_added, read_tokenizer_json
@@ -106,9 +106,7 @@ def _read_lists(folder: Path, settings: Mapping[str, Any]) -> Files:
 def _read_merges(path: Path) -> list[tuple[str, str]]:
     """One merge a line; a first line `#version …` is a header, and any other beginning with # is a merge."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+        lines = read_text(path).split("\n")
     except UnicodeDecodeError:
         raise TokenizerError(f"{path} is not UTF-8.") from None
     if lines[0].startswith("#version"):
@@ -232,8 +230,8 @@ def _read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
     path = folder / "chat_template.jinja"
     if is_there(path):
         try:
-            return {"default": path.read_text(encoding="utf-8")}
-        except (OSError, UnicodeDecodeError) as error:
+            return {"default": read_text(path)}
+        except UnicodeDecodeError as error:
             raise InputError(f"{path} cannot be read: {error}.") from error
     template = _read_optional(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
     named = template if isinstance(template, list) else [{"name": "default", "template": template}]

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from starscope.checkpoint.files import read_bytes
 from starscope.errors import DoesNotFitError, InputError, InvalidContentError, OutputError
 
 CURRENT, PREVIOUS = "checkpoint.bin", "checkpoint.previous.bin"
@@ -77,10 +78,7 @@ def load_checkpoint(folder: Path) -> tuple[State, str]:
 
 def read_checkpoint(path: Path) -> State:
     """One checkpoint file. InvalidContentError when it is cut or changed."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.") from None
+    raw = read_bytes(path)
     start = len(MAGIC) + hashlib.sha256().digest_size
     if not raw.startswith(MAGIC) or hashlib.sha256(raw[start:]).digest() != raw[len(MAGIC) : start]:
         raise InvalidContentError(f"{path} is not a whole checkpoint: its checksum differs.")

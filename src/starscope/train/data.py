@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from starscope.checkpoint.files import open_regular, read_bytes
 from starscope.errors import InputError, InvalidContentError
 
 if TYPE_CHECKING:
@@ -68,10 +69,7 @@ class Document:
 
     def text(self) -> str:
         """The text with a byte-order mark removed and line ends as they are. InvalidContentError when not UTF-8."""
-        try:
-            raw = self.path.read_bytes()
-        except OSError as error:
-            raise InputError(f"{self.path} cannot be read: {error.strerror}.") from None
+        raw = read_bytes(self.path)
         try:
             return raw.decode("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -137,7 +135,7 @@ class BPE:
     def read(cls, path: Path) -> BPE:
         import tokenizers
 
-        return cls(tokenizers.Tokenizer.from_file(str(path)))
+        return cls(tokenizers.Tokenizer.from_buffer(read_bytes(path)))
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> BPE:
@@ -245,12 +243,9 @@ def write_tokens(
 
 def open_tokens(path: Path) -> TokenFile:
     """Map a token file. InvalidContentError when it is not one or its length is not what its header says."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(HEADER_BYTES)
-            actual = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.") from None
+    with open(open_regular(path), "rb") as file:
+        head = file.read(HEADER_BYTES)
+        actual = os.fstat(file.fileno()).st_size
     if not head.startswith(MAGIC) or len(head) < HEADER_BYTES:
         raise InvalidContentError(f"{path} is not a starscope token file.")
     header = json.loads(head[len(MAGIC) :])

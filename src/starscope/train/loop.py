@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from starscope.checkpoint.files import read_text
 from starscope.engine.torch_engine import TorchEngine
 from starscope.engine.weights import ArraySource, Weights
 from starscope.errors import InvalidContentError, StarscopeError, UsageError
@@ -299,7 +300,7 @@ class Trainer:
         """Drop the lines of steps that are about to be made again."""
         if not self.log_path.exists():
             return
-        lines = self.log_path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = read_text(self.log_path).splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
         temporary = self.log_path.with_suffix(".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
