@@ -131,6 +131,18 @@ def test_a_value_beyond_float16_is_refused_and_bf16_takes_it(value: float, tmp_p
     assert arrays["blk.1.ffn_up.weight"][3, 5] == pytest.approx(value, rel=2**-8)
 
 
+@pytest.mark.parametrize("value", [3.4e38, -3.4e38])
+def test_a_value_beyond_bfloat16_is_refused_and_f32_takes_it(value: float, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    name = spoil(tmp_path, value)
+    with pytest.raises(UnsupportedError, match=rf"{name} holds values up to 3\.4e\+38, .* BF16\. Convert to f32\."):
+        convert(tmp_path, to="bf16")
+    assert not list(tmp_path.glob("*.gguf"))
+    largest = torch.finfo(torch.bfloat16).max
+    spoil(tmp_path, largest)
+    assert arrays_of(convert(tmp_path, to="bf16", verify=True).out)["blk.1.ffn_up.weight"][3, 5] == largest
+
+
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_a_value_that_is_not_finite_is_kept_by_floats_and_refused_by_blocks(value: float, tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
@@ -198,6 +210,26 @@ def test_the_folder_may_say_its_licence_and_where_it_comes_from(tmp_path: Path) 
     assert file.get("general.license.name") == "bigcode-openrail-m"
     assert file.get("general.name") == "tiny_starcoder_py"
     assert file.get("general.source.huggingface.repository") == "bigcode/tiny_starcoder_py"
+
+
+def test_a_snapshot_of_the_hubs_cache_says_its_repository_and_commit(tmp_path: Path) -> None:
+    commit = "3" * 40
+    folder = tmp_path / "models--owner--some-name" / "snapshots" / commit
+    folder.mkdir(parents=True)
+    make_checkpoint(folder)
+    edit_config(folder, _name_or_path="bigcode/the-one-it-was-tuned-from")
+    (tmp_path / "link").symlink_to(folder)
+    files = [
+        read_gguf(convert(source, tmp_path / "out.gguf", force=True).out) for source in (folder, tmp_path / "link")
+    ]
+    for file in files:
+        assert file.get("general.name") == "some-name"
+        assert file.get("general.source.huggingface.repository") == "owner/some-name"
+        assert file.get(gguf.Keys.General.SOURCE_REPO_URL) == "https://huggingface.co/owner/some-name"
+        assert file.get(gguf.Keys.General.SOURCE_URL) == f"https://huggingface.co/owner/some-name/tree/{commit}"
+    elsewhere = tmp_path / "models" / commit
+    shutil.copytree(folder, elsewhere)
+    assert gguf.Keys.General.SOURCE_URL not in read_gguf(convert(elsewhere).out).metadata
 
 
 @pytest.mark.parametrize("path", ["/data/secret/model", "./out/model", "../model", "a/b/c", "C:\\models\\x"])

@@ -1,4 +1,4 @@
-"""Every format against the gguf package, bit for bit, in NumPy and compiled."""
+"""Every format against the gguf package, bit for bit, in NumPy and compiled; all but the search of the K formats."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from starscope.formats import CHUNK_VALUES, FORMATS, KNOWN_TYPES, Format, decode
 from starscope.native import kernels
 
 ENCODED = [f for f in FORMATS.values() if f.encode is not None]
+IN_GGUF = [f for f in ENCODED if f.block_size <= 32]  # the K formats are in test_k_quants.py
 FEW = settings(max_examples=40, deadline=None)
 
 seeds = st.integers(0, 2**32 - 1)
@@ -82,7 +83,7 @@ def test_any_float_encodes_as_in_the_gguf_package(fmt: Format, seed: int) -> Non
     assert_same_bits(encode(fmt, values), oracle_encode(fmt, values))
 
 
-@pytest.mark.parametrize("fmt", ENCODED, ids=lambda f: f.name)
+@pytest.mark.parametrize("fmt", IN_GGUF, ids=lambda f: f.name)
 @FEW
 @given(seed=seeds, scale=scales, special=st.sampled_from([0.0, 0.02, 0.5]))
 def test_blocks_encode_as_in_the_gguf_package(fmt: Format, seed: int, scale: float, special: float) -> None:
@@ -143,7 +144,7 @@ def test_steps_round_up_at_halves_and_span_the_range(name: str, top: int, minimu
 
 @pytest.mark.parametrize("fmt", ENCODED, ids=lambda f: f.name)
 def test_a_matrix_larger_than_a_chunk_is_encoded_row_by_row(fmt: Format) -> None:
-    values = np.random.default_rng(0).standard_normal((3, CHUNK_VALUES // 2 + 32), dtype=np.float32)
+    values = np.random.default_rng(0).standard_normal((3, CHUNK_VALUES // 2 + 256), dtype=np.float32)
     raw = encode(fmt, values)
     assert raw.shape == (3, fmt.row_bytes(values.shape[1]))
     rows = [encode(fmt, values[i : i + 1, j : j + 8192]) for i in range(3) for j in range(0, values.shape[1], 8192)]
@@ -154,13 +155,13 @@ def test_a_matrix_larger_than_a_chunk_is_encoded_row_by_row(fmt: Format) -> None
 
 @pytest.mark.parametrize("fmt", ENCODED, ids=lambda f: f.name)
 @pytest.mark.parametrize("change", [
-    lambda x: np.asfortranarray(x), lambda x: x[::-1][::-1], lambda x: np.concatenate([x, x], axis=1)[:, :64],
+    lambda x: np.asfortranarray(x), lambda x: x[::-1][::-1], lambda x: np.concatenate([x, x], axis=1)[:, :256],
     lambda x: np.frombuffer(b"x" + x.tobytes(), np.uint8)[1:].view(x.dtype).reshape(x.shape),
 ])  # fmt: skip
 def test_layout_and_alignment_of_the_input_make_no_difference(
     fmt: Format, change: Callable[[np.ndarray], np.ndarray]
 ) -> None:
-    values = np.random.default_rng(0).standard_normal((4, 64), dtype=np.float32)
+    values = np.random.default_rng(0).standard_normal((4, 256), dtype=np.float32)
     raw = encode(fmt, values)
     assert_same_bits(encode(fmt, change(values)), raw)
     shifted = np.frombuffer(b"x" + raw.tobytes(), np.uint8)[1:].reshape(raw.shape)
@@ -169,12 +170,12 @@ def test_layout_and_alignment_of_the_input_make_no_difference(
 
 
 @pytest.mark.parametrize("fmt", ENCODED, ids=lambda f: f.name)
-@pytest.mark.parametrize("shape", [(64,), (1, 32), (0, 32), (2, 3, 32)])
+@pytest.mark.parametrize("shape", [(512,), (1, 256), (0, 256), (2, 3, 256)])
 def test_any_number_of_leading_dimensions_is_kept(fmt: Format, shape: tuple[int, ...]) -> None:
     raw = encode(fmt, np.ones(shape, np.float32))
     assert raw.shape == (*shape[:-1], fmt.row_bytes(shape[-1]))
     assert raw.nbytes == fmt.nbytes(shape)
-    assert np.allclose(decode(fmt, raw), np.ones(shape), rtol=1e-4, atol=0)
+    assert np.allclose(decode(fmt, raw), np.ones(shape), rtol=5e-4, atol=0)  # float16 rounds a scale by 2^-12 of it
 
 
 def test_sizes_and_names_are_those_of_the_gguf_package() -> None:
@@ -193,15 +194,15 @@ def test_a_format_is_found_in_any_case() -> None:
 
 
 def test_an_unknown_format_lists_the_known_ones() -> None:
-    with pytest.raises(UnsupportedError, match=r"iq2_xs is not a format.*F32, F16, BF16, Q8_0.*IQ4_NL"):
+    with pytest.raises(UnsupportedError, match=r"iq2_xs is not a format.*F32, F16, BF16, Q8_0.*IQ4_NL.*Q3_K"):
         find_format("iq2_xs")
 
 
 def test_a_format_that_is_only_read_says_which_are_written() -> None:
     with pytest.raises(
-        UnsupportedError, match=r"reads Q4_K and does not write it; it writes F32, F16, BF16, Q8_0, Q4_0"
+        UnsupportedError, match=r"reads Q3_K and does not write it; it writes F32, F16, BF16, Q8_0, Q4_0"
     ):
-        encode(FORMATS["Q4_K"], np.zeros((1, 256), np.float32))
+        encode(FORMATS["Q3_K"], np.zeros((1, 256), np.float32))
 
 
 def test_rows_that_are_not_whole_blocks_are_refused() -> None:

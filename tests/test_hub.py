@@ -17,6 +17,7 @@ from huggingface_hub import constants
 import starscope
 from starscope.convert import convert
 from starscope.errors import DoesNotFitError, InputError, OfflineError, OutputError, StarscopeError, UsageError
+from starscope.gguf import read_gguf
 from starscope.hub import HubName, choose_model, fetch_folder, fetch_model, find_name, has_type, title
 from support.checkpoints import make_checkpoint
 from support.hub import HubServer, Repo, fill_cache
@@ -365,7 +366,15 @@ def test_convert_takes_a_hub_name_and_writes_where_it_is_called(
     assert (refused.returncode, hub.requests) == (2, [])  # before anything is downloaded
     done = run("convert", "owner/name", "--to", "q8_0", "--force", cache=cache, HF_ENDPOINT=hub.url)
     assert done.returncode == 0, done.stderr
-    assert out.read_bytes() == model_files["tiny.q8_0.gguf"]
+    (cache.parent / "expected.gguf").write_bytes(model_files["tiny.q8_0.gguf"])
+    with read_gguf(out) as found, read_gguf(cache.parent / "expected.gguf") as expected:
+        names = {"general.name", *(key for key in found.metadata if key.startswith("general.source."))}
+        assert found.get("general.source.url", "").endswith(f"/owner/name/tree/{hub.repos['owner/name'].commit}")
+        assert {k: v for k, v in found.metadata.items() if k not in names} == {
+            k: v for k, v in expected.metadata.items() if k not in names
+        }
+        assert found.tensors.keys() == expected.tensors.keys()
+        assert all((found.raw(name) == expected.raw(name)).all() for name in found.tensors)
     assert not list(cache.rglob("*.gguf"))
 
 

@@ -28,6 +28,7 @@ from starscope.formats import Bytes, Floats, Format, decode, encode, find_format
 from starscope.gguf.format import Value, string, u32
 from starscope.gguf.reader import read_gguf
 from starscope.gguf.writer import OutputTensor, write_gguf
+from starscope.hub import find_snapshot
 from starscope.mapping import MappedCheckpoint, MappedTensor, map_checkpoint
 from starscope.tokenizer import Tokenizer
 
@@ -41,6 +42,7 @@ FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q
 QUANTIZATION_VERSION = 2  # of ggml's block layouts, those of formats.py
 DEFAULT_TYPE = "f16"
 FALLBACK = "F16"  # for rows that are not whole quant blocks
+HUB_URL = "https://huggingface.co"  # wherever the files were downloaded from: the name is one of that hub
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 LICENSE_KEYS = {
     "license":      "general.license",
@@ -177,23 +179,24 @@ def file_type_metadata(target: Format) -> dict[str, Value]:
 
 
 def encode_checked(name: str, format_: Format, values: Floats) -> Bytes:
-    """Encode; UnsupportedError when a value is too large for float16, which would make it infinite in silence."""
+    """Encode; UnsupportedError when a value is too large for the format, which would make it infinite in silence."""
     is_blocks = format_.block_size > 1
     # Rounding to a smaller float takes no longer than waking a second thread for it, and another core is busy writing.
     raw = encode(format_, values, threads=None if is_blocks else 1)
-    if format_.name in ("F32", "BF16"):
+    if format_.name == "F32":
         return raw
     halves = raw.reshape(-1, format_.block_bytes)[:, : 2 * format_.leading_halves].copy() if is_blocks else raw
-    infinity = 0x7C00  # and all above it are NaN; with the sign bit, the largest uint16
+    # All above infinity are NaN; with the sign bit, they are the largest uint16.
+    infinity, larger = (0x7F80, "f32") if format_.name == "BF16" else (0x7C00, "bf16 or f32")
     if halves.view(np.int16).max(initial=0) < infinity and halves.view(np.uint16).max(initial=0) < infinity + 0x8000:
         return raw
     finite = np.abs(values, where=np.isfinite(values), out=np.zeros_like(values))
     if is_blocks and not np.isfinite(values).all():
         raise UnsupportedError(f"{name} holds a value that is not finite; {format_.name} cannot store it.")
-    if is_blocks or np.isinf(raw.view(np.float16)[np.isfinite(values)]).any():
+    if is_blocks or (raw.view(np.uint16)[np.isfinite(values)] & 0x7FFF == infinity).any():
         raise UnsupportedError(
             f"{name} holds values up to {finite.max():g}, which are too large for {format_.name}.",
-            hint="Convert to bf16 or f32.",
+            hint=f"Convert to {larger}.",
         )
     return raw
 
@@ -327,9 +330,13 @@ def _read_vocabulary_sizes(
 
 
 def _general_metadata(checkpoint: Checkpoint, family: Family, parameters: int) -> dict[str, Value]:
-    """The `general.*` keys: what the folder says about itself, and nothing about where it lies."""
-    origin = checkpoint.config.get("_name_or_path")
+    """The `general.*` keys: what the folder says about itself, the repository and commit that a snapshot of the hub's
+    cache is of, and nothing else about where it lies.
+    """
+    snapshot, origin = find_snapshot(checkpoint.folder), checkpoint.config.get("_name_or_path")
     repository = origin if isinstance(origin, str) and HUB_NAME.fullmatch(origin) else None
+    if snapshot is not None:
+        repository = snapshot.repo
     label = size_label(parameters)
     texts = {
         "general.architecture": family.gguf_architecture,
@@ -342,6 +349,9 @@ def _general_metadata(checkpoint: Checkpoint, family: Family, parameters: int) -
     texts |= {LICENSE_KEYS[key]: value for key, value in card.items() if key in LICENSE_KEYS}
     if repository:
         texts["general.source.huggingface.repository"] = repository
+    if snapshot is not None:
+        texts["general.source.repo_url"] = f"{HUB_URL}/{snapshot.repo}"
+        texts["general.source.url"] = f"{HUB_URL}/{snapshot.repo}/tree/{snapshot.revision}"
     return {key: string(text) for key, text in texts.items()}
 
 

@@ -1,8 +1,8 @@
 """How GGUF stores weights: each format packs `block_size` values into `block_bytes` bytes.
 
 A quant block is a scale (float16), sometimes a minimum, and small integers q: a value is about `scale * q + minimum`.
-The K formats pack 256 values and keep integer scales for groups of 16 or 32. The NumPy functions here are the
-definition; compiled kernels of `starscope.native`, equal to them bit for bit, run in their place where they exist.
+The K formats pack 256 values and keep integer scales for groups of 16 or 32. NumPy functions are the definition
+(`quant_blocks.py`, `k_quants.py`); compiled kernels, equal to them bit for bit, run in their place where they exist.
 
     q8_0 = find_format("q8_0")
     raw = encode(q8_0, weight)       # float32 [rows cols] -> uint8 [rows row_bytes]
@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from starscope import k_quants, quant_blocks
 from starscope.errors import InvalidContentError, UnsupportedError
 from starscope.native import kernels
-
-Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float32]
+from starscope.quant_blocks import Bytes as Bytes
+from starscope.quant_blocks import Floats as Floats
 
 CHUNK_VALUES = 1 << 18
 """Values converted at a time by NumPy: 1 MiB of float32, which stays in a core's cache."""
@@ -91,7 +91,7 @@ class Format:
     block_bytes: int  # bytes
     decode: Callable[[Bytes], Floats]  # [n block_bytes] -> [n block_size]
     encode: Callable[[Floats], Bytes] | None  # [n block_size] -> [n block_bytes]; None: starscope does not write it
-    leading_halves: int = 1  # float16 numbers that an encoded quant block begins with: its scale, then its minimum
+    halves: tuple[int, int] = (0, 2)  # the bytes of a quant block, from and to, that are float16: its scale and minimum
 
     def row_bytes(self, cols: int) -> int:
         """The bytes of a row of `cols` values; InvalidContentError when they are not whole quant blocks."""
@@ -175,231 +175,11 @@ def _by_chunks(convert: Callable[[NDArray[Any]], NDArray[Any]], source: NDArray[
             target[start : start + step] = convert(source[start : start + step])
 
 
-# Parts that the formats share: b is uint8 [n block_bytes], the bytes of n quant blocks.
-
-
-def _half(b: Bytes, at: int) -> Floats:
-    """The float16 at byte `at` of each block, as float32 [n 1]."""
-    return b[:, at : at + 2].view(np.float16).astype(np.float32)
-
-
-def _unpack(packed: Bytes, width: int, group: int) -> Bytes:
-    """Fields of `width` bits -> uint8 [n fields]: of each `group` bytes, the low field of every byte, then the next."""
-    shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
-    runs = packed.reshape(len(packed), -1, 1, group) >> shifts  # [n groups 8/width group]
-    return (runs & np.uint8((1 << width) - 1)).reshape(len(packed), -1)
-
-
-def _grouped(q: NDArray[Any], scale: Floats, minimum: Floats | None = None) -> Floats:
-    """`scale * q - minimum`, for q [n values] and one scale and one minimum a group [n groups]."""
-    values = scale[:, :, None] * q.reshape(*scale.shape, -1).astype(np.float32)
-    if minimum is not None:
-        values -= minimum[:, :, None]
-    return values.reshape(q.shape)
-
-
-def _six_bit_scales_and_minima(b: Bytes) -> tuple[Floats, Floats]:
-    """Q4_K and Q5_K: 8 scales and 8 minima of 6 bits in 12 bytes, times the block's own scales -> float32 [n 8] each.
-
-    Bytes 0-3 and 4-7 hold scales and minima 0-3 in their low 6 bits; bytes 8-11 the low 4 bits of scales (low nibble)
-    and minima (high nibble) 4-7, whose high 2 bits are the high 2 bits of bytes 0-3 and 4-7.
-    """
-    low, middle, rest = b[:, 4:8], b[:, 8:12], b[:, 12:16]
-    scales = np.concatenate([low & 63, (rest & 15) | (low >> 6 << 4)], axis=1)
-    minima = np.concatenate([middle & 63, (rest >> 4) | (middle >> 6 << 4)], axis=1)
-    return _half(b, 0) * scales.astype(np.float32), _half(b, 2) * minima.astype(np.float32)
-
-
-def _steps(x: Floats, inverse_scale: Floats, offset: float, top: int) -> Bytes:
-    """`trunc(x / scale + offset)`, at most `top`; 0 where that is not finite, as for a scale too small to divide by."""
-    q = x * inverse_scale + np.float32(offset)
-    return np.where(np.isfinite(q), np.minimum(q, np.float32(top)), np.float32(0)).astype(np.uint8)
-
-
-def _inverse(scale: Floats) -> Floats:
-    return np.where(scale == 0, np.float32(0), np.float32(1) / scale)
-
-
-def _around_zero(x: Floats, top: int) -> tuple[Floats, Bytes]:
-    """The scale with which the value of largest magnitude, the first of them, is the lowest of `top + 1` steps, of
-    which the middle one is 0; and the steps.
-    """
-    half = (top + 1) // 2
-    scale = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1) / np.float32(-half)
-    return scale, _steps(x, _inverse(scale), half + 0.5, top)
-
-
-def _from_minimum(x: Floats, top: int) -> tuple[Floats, Floats, Bytes]:
-    """The scale with which the smallest value is step 0 and the largest step `top`; the smallest; and the steps."""
-    minimum = x.min(axis=1, keepdims=True)
-    scale = (x.max(axis=1, keepdims=True) - minimum) / np.float32(top)
-    return scale, minimum, _steps(x - minimum, _inverse(scale), 0.5, top)
-
-
-def _packed(halves: Sequence[Floats], q: Bytes) -> Bytes:
-    """A block of 32: its float16 numbers, then the low four bits of q, values 0-15 in the low nibbles."""
-    numbers = [half.astype(np.float16).view(np.uint8) for half in halves]
-    return np.concatenate([*numbers, (q[:, :16] & 15) | q[:, 16:] << 4], axis=1)
-
-
-def _packed_5(halves: Sequence[Floats], q: Bytes) -> Bytes:
-    """As `_packed`, with 4 bytes of fifth bits, the first value's lowest, before the low four."""
-    packed, at = _packed(halves, q), 2 * len(halves)
-    fifth = np.packbits(q >> 4, axis=1, bitorder="little")
-    return np.concatenate([packed[:, :at], fifth, packed[:, at:]], axis=1)
-
-
-# float formats
-
-
-def _decode_f32(b: Bytes) -> Floats:
-    return b.view(np.float32)
-
-
-def _encode_f32(x: Floats) -> Bytes:
-    return x.view(np.uint8)
-
-
-def _decode_f16(b: Bytes) -> Floats:
-    return b.view(np.float16).astype(np.float32)
-
-
-def _encode_f16(x: Floats) -> Bytes:
-    return x.astype(np.float16).view(np.uint8)
-
-
-def _decode_bf16(b: Bytes) -> Floats:
-    return (b.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-
-
-def _encode_bf16(x: Floats) -> Bytes:
-    """Round to nearest, ties to even; a NaN keeps its sign and its high bits and becomes quiet."""
-    bits = x.view(np.uint32)
-    rounded = (bits + (np.uint32(0x7FFF) + (bits >> 16 & 1))) >> 16
-    quiet = bits >> 16 | np.uint32(0x40)
-    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, quiet, rounded).astype(np.uint16).view(np.uint8)
-
-
-# blocks of 32
-
-
-def _decode_q4_0(b: Bytes) -> Floats:
-    return _half(b, 0) * (_unpack(b[:, 2:], 4, 16).astype(np.float32) - 8)
-
-
-def _encode_q4_0(x: Floats) -> Bytes:
-    scale, q = _around_zero(x, 15)
-    return _packed([scale], q)
-
-
-def _decode_q4_1(b: Bytes) -> Floats:
-    return _half(b, 0) * _unpack(b[:, 4:], 4, 16).astype(np.float32) + _half(b, 2)
-
-
-def _encode_q4_1(x: Floats) -> Bytes:
-    scale, minimum, q = _from_minimum(x, 15)
-    return _packed([scale, minimum], q)
-
-
-def _decode_q5_0(b: Bytes) -> Floats:
-    q = _unpack(b[:, 6:], 4, 16) | _unpack(b[:, 2:6], 1, 1) << 4
-    return _half(b, 0) * (q.astype(np.float32) - 16)
-
-
-def _encode_q5_0(x: Floats) -> Bytes:
-    scale, q = _around_zero(x, 31)
-    return _packed_5([scale], q)
-
-
-def _decode_q5_1(b: Bytes) -> Floats:
-    q = _unpack(b[:, 8:], 4, 16) | _unpack(b[:, 4:8], 1, 1) << 4
-    return _half(b, 0) * q.astype(np.float32) + _half(b, 2)
-
-
-def _encode_q5_1(x: Floats) -> Bytes:
-    scale, minimum, q = _from_minimum(x, 31)
-    return _packed_5([scale, minimum], q)
-
-
-def _decode_q8_0(b: Bytes) -> Floats:
-    return _half(b, 0) * b[:, 2:].view(np.int8).astype(np.float32)
-
-
-def _encode_q8_0(x: Floats) -> Bytes:
-    """The scale makes the largest magnitude 127; halves round away from zero."""
-    scale = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
-    scaled = x * _inverse(scale)
-    whole = np.trunc(scaled)
-    rounded = whole + np.trunc(2 * (scaled - whole))
-    q = np.where(np.isfinite(rounded), rounded, np.float32(0)).astype(np.int8)
-    return np.concatenate([scale.astype(np.float16).view(np.uint8), q.view(np.uint8)], axis=1)
-
-
-_IQ4_NL_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
-
-
-def _decode_iq4_nl(b: Bytes) -> Floats:
-    return _half(b, 0) * _IQ4_NL_VALUES[_unpack(b[:, 2:], 4, 16)]
-
-
-# blocks of 256: the K formats
-
-
-def _decode_q2_k(b: Bytes) -> Floats:
-    """16 groups of 16. Bytes: 16 of scale and minimum (4 bits each), 64 of q (2 bits), scale, scale of minima."""
-    scales, minima = (b[:, :16] & 15).astype(np.float32), (b[:, :16] >> 4).astype(np.float32)
-    return _grouped(_unpack(b[:, 16:80], 2, 32), _half(b, 80) * scales, _half(b, 82) * minima)
-
-
-def _decode_q3_k(b: Bytes) -> Floats:
-    """16 groups of 16. Bytes: 32 of high bits (1: add 4), 64 of low 2 bits, 12 of 6-bit scales, scale. q - 4 counts."""
-    q = _unpack(b[:, 32:96], 2, 32) | _unpack(b[:, :32], 1, 32) << 2
-    scales = _unpack(b[:, 96:104], 4, 8) | _unpack(b[:, 104:108], 2, 4) << 4
-    return _grouped(q.astype(np.int8) - 4, _half(b, 108) * (scales.astype(np.float32) - 32))
-
-
-def _decode_q4_k(b: Bytes) -> Floats:
-    """8 groups of 32. Bytes: scale, scale of minima, 12 of both for the groups, 128 of q (4 bits)."""
-    return _grouped(_unpack(b[:, 16:], 4, 32), *_six_bit_scales_and_minima(b))
-
-
-def _decode_q5_k(b: Bytes) -> Floats:
-    """As Q4_K, with 32 bytes of high bits before the 128 of low bits."""
-    q = _unpack(b[:, 48:], 4, 32) | _unpack(b[:, 16:48], 1, 32) << 4
-    return _grouped(q, *_six_bit_scales_and_minima(b))
-
-
-def _decode_q6_k(b: Bytes) -> Floats:
-    """16 groups of 16. Bytes: 128 of low 4 bits, 64 of high 2 bits, 16 scales (int8), scale. q - 32 counts."""
-    q = _unpack(b[:, :128], 4, 64) | _unpack(b[:, 128:192], 2, 32) << 4
-    return _grouped(q.astype(np.int8) - 32, _half(b, 208) * b[:, 192:208].view(np.int8).astype(np.float32))
-
-
-def _format(
-    name: str,
-    decoder: Callable[[Bytes], Floats],
-    encoder: Callable[[Floats], Bytes] | None = None,
-    leading_halves: int = 1,
-) -> Format:
+def _format(name: str, codec: quant_blocks.Codec) -> Format:
     type_id, known = next((i, known) for i, known in KNOWN_TYPES.items() if known.name == name)
-    return Format(name, type_id, known.block_size, known.block_bytes, decoder, encoder, leading_halves)
+    return Format(name, type_id, known.block_size, known.block_bytes, *codec)
 
 
-_TABLE = (
-    _format("F32", _decode_f32, _encode_f32),
-    _format("F16", _decode_f16, _encode_f16),
-    _format("BF16", _decode_bf16, _encode_bf16),
-    _format("Q8_0", _decode_q8_0, _encode_q8_0),
-    _format("Q4_0", _decode_q4_0, _encode_q4_0),
-    _format("Q4_1", _decode_q4_1, _encode_q4_1, leading_halves=2),
-    _format("Q5_0", _decode_q5_0, _encode_q5_0),
-    _format("Q5_1", _decode_q5_1, _encode_q5_1, leading_halves=2),
-    _format("Q2_K", _decode_q2_k),
-    _format("Q3_K", _decode_q3_k),
-    _format("Q4_K", _decode_q4_k),
-    _format("Q5_K", _decode_q5_k),
-    _format("Q6_K", _decode_q6_k),
-    _format("IQ4_NL", _decode_iq4_nl),
-)
+_TABLE = tuple(_format(name, codec) for name, codec in {**quant_blocks.CODECS, **k_quants.CODECS}.items())
 FORMATS: Mapping[str, Format] = MappingProxyType({f.name: f for f in _TABLE})
 _BY_ID: Mapping[int, Format] = MappingProxyType({f.type_id: f for f in _TABLE})

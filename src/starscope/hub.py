@@ -99,10 +99,17 @@ def fetch_folder(name: HubName, *, weights: bool = True) -> Path:
 
 def title(path: Path) -> str:
     """What a person calls a model: a file's or a folder's name, for a folder of the cache its hub name."""
-    storage = path.parent.parent.name
-    if path.parent.name == "snapshots" and storage.startswith("models--"):
-        return storage.removeprefix("models--").replace("--", "/")
-    return path.name
+    snapshot = find_snapshot(path)
+    return path.name if snapshot is None else snapshot.repo
+
+
+def find_snapshot(path: Path) -> HubName | None:
+    """The repository and the commit that a folder of the shared cache is a snapshot of, from its name alone."""
+    folder = path.resolve()
+    storage = folder.parent.parent.name
+    if folder.parent.name != "snapshots" or not storage.startswith("models--"):
+        return None
+    return HubName(storage.removeprefix("models--").replace("--", "/"), folder.name)
 
 
 # Which files

@@ -16,7 +16,7 @@ struct Codec {
     void (*decode)(const uint8_t* packed, float* values, size_t blocks);
 };
 
-constexpr size_t kNumCodecs = 4;
+constexpr size_t kNumCodecs = 10;
 
 struct Kernels {
     const char* isa;
