@@ -185,7 +185,7 @@ def encode_checked(name: str, format_: Format, values: Floats) -> Bytes:
     raw = encode(format_, values, threads=None if is_blocks else 1)
     if format_.name == "F32":
         return raw
-    halves = raw.reshape(-1, format_.block_bytes)[:, : 2 * format_.leading_halves].copy() if is_blocks else raw
+    halves = raw.reshape(-1, format_.block_bytes)[:, slice(*format_.halves)].copy() if is_blocks else raw
     # All above infinity are NaN; with the sign bit, they are the largest uint16.
     infinity, larger = (0x7F80, "f32") if format_.name == "BF16" else (0x7C00, "bf16 or f32")
     if halves.view(np.int16).max(initial=0) < infinity and halves.view(np.uint16).max(initial=0) < infinity + 0x8000:
