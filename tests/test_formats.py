@@ -88,7 +88,12 @@ def test_any_float_encodes_as_in_the_gguf_package(fmt: Format, seed: int) -> Non
 @given(seed=seeds, scale=scales, special=st.sampled_from([0.0, 0.02, 0.5]))
 def test_blocks_encode_as_in_the_gguf_package(fmt: Format, seed: int, scale: float, special: float) -> None:
     values = hard_blocks(seed, scale, special)
-    assert_same_bits(encode(fmt, values), oracle_encode(fmt, values))
+    found, expected = encode(fmt, values), oracle_encode(fmt, values)
+    if fmt.halves == (0, 4):  # which of 0 and -0 is the minimum differs between NumPy's own loops
+        for raw in (found, expected):
+            minima = raw.reshape(-1, fmt.block_bytes)[:, 2:4]
+            minima[(minima == [0, 0x80]).all(axis=1)] = 0
+    assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("name", ["F16", "BF16"])
