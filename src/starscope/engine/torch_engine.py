@@ -12,6 +12,7 @@ length. The three ops of attention run as one fused call wherever nobody asks fo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from starscope.engine.weights import Weights
 from starscope.errors import DoesNotFitError, UnsupportedError
 from starscope.graph import Graph, Op
 from starscope.ops import OPS
+
+THREADS_OF = os.getpid()  # the process that torch's threads are in, once there are some
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,7 @@ class TorchEngine:
         self._half_cache = weights.half_cache
         if threads is not None:
             torch.set_num_threads(threads)
+        check_process()
         self.threads = torch.get_num_threads()
         self.parameters: dict[str, Tensor] = {}
         with memory_errors(self.device):
@@ -243,6 +247,7 @@ class TorchEngine:
 
     def run(self, step: Step, values: dict[int, Any], start: int, stop: int, keep: Collection[int] = ()) -> None:
         """Run ops `start` to `stop` over `values` (edge -> value); an edge in `keep` outlives its last use."""
+        check_process()
         graph, logits = self.graph, self.graph.names["logits"]
         index = start
         while index < stop:
@@ -288,6 +293,15 @@ def _fusable(graph: Graph) -> dict[int, Fusion]:
         ):
             found[op.index] = Fusion((*op.inputs, mix_op.inputs[1]), mix_op.outputs[0], hidden, mix_op.index)  # type: ignore[arg-type]
     return found
+
+
+def check_process() -> None:
+    """UnsupportedError in a forked child: a fork leaves torch's threads behind, and waiting for them never ends."""
+    if os.getpid() != THREADS_OF and torch.get_num_threads() > 1:
+        raise UnsupportedError(
+            "this process was forked from one that had torch loaded, and torch's threads stayed there.",
+            hint="Load the model in the child alone, start processes by spawn, or use one thread (threads=1).",
+        )
 
 
 @contextmanager
