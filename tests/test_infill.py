@@ -91,14 +91,21 @@ SPELLED = {
     ("starcoder_1", 3, "psm"): (
         f"<fim_prefix>{R1}{''.join(F1(*f) for f in THREE)}{F1('shapes/area.py', P)}<fim_suffix>{S}<fim_middle>"
     ),
+    ("starcoder_1", 3, "spm"): (
+        f"<fim_prefix><fim_suffix>{S}<fim_middle>{R1}{''.join(F1(*f) for f in THREE)}{F1('shapes/area.py', P)}"
+    ),
     ("santacoder", 0, "psm"): f"<fim-prefix>{P}<fim-suffix>{S}<fim-middle>",
     ("santacoder", 0, "spm"): f"<fim-prefix><fim-suffix>{S}<fim-middle>{P}",
     ("starcoder_2", 0, "psm"): f"<fim_prefix>{P}<fim_suffix>{S}<fim_middle>",
+    ("starcoder_2", 0, "spm"): f"<fim_prefix><fim_suffix>{S}<fim_middle>{P}",
     ("starcoder_2", 1, "psm"): (
         f"{R2}{F2(*ONE[0])}<file_sep><fim_prefix>shapes/area.py\n{P}<fim_suffix>{S}<fim_middle>"
     ),
     ("starcoder_2", 1, "spm"): (
         f"{R2}{F2(*ONE[0])}<file_sep><fim_prefix><fim_suffix>{S}<fim_middle>shapes/area.py\n{P}"
+    ),
+    ("starcoder_2", 3, "psm"): (
+        f"{R2}{''.join(F2(*f) for f in THREE)}<file_sep><fim_prefix>shapes/area.py\n{P}<fim_suffix>{S}<fim_middle>"
     ),
     ("starcoder_2", 3, "spm"): (
         f"{R2}{''.join(F2(*f) for f in THREE)}<file_sep><fim_prefix><fim_suffix>{S}<fim_middle>shapes/area.py\n{P}"
