@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import starscope
 from starscope.batching import MOST_ROWS, generate_batch
-from starscope.cache import Cache
+from starscope.cache import ArrayCache, Cache
 from starscope.convert import convert
 from starscope.engine import ENGINES
 from starscope.errors import ContextOverflowError, InvalidContentError, UsageError
@@ -37,7 +37,7 @@ class CountingEngine:
         self.caches: list[Cache] = []
 
     def new_cache(self) -> Cache:
-        cache = Cache(num_layers=0, context_length=self.context_length, allocate=np.empty, as_cached=lambda rows: rows)
+        cache = ArrayCache(num_layers=0, context_length=self.context_length, allocate=np.empty, as_cached=lambda rows: rows)
         self.caches.append(cache)
         return cache
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from starscope.cache import Cache
+from starscope.cache import ArrayCache, Cache
 
 
 def make(half: bool = False, context_length: int = 500) -> Cache:
-    return Cache(
+    return ArrayCache(
         num_layers=2,
         context_length=context_length,
         allocate=lambda shape: np.empty(shape, np.float32),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from starscope.cache import Cache
+from starscope.cache import ArrayCache, Cache
 from starscope.errors import ContextOverflowError, UsageError
 from starscope.generate import PREFILL_CHUNK, Completion, Piece, StopScanner, generate, last_piece
 from starscope.sampling import SamplingOptions
@@ -32,7 +32,7 @@ class ScriptedEngine:
         self.prompt_tokens: int | None = None
 
     def new_cache(self) -> Cache:
-        return Cache(num_layers=0, context_length=self.context_length, allocate=np.empty, as_cached=lambda rows: rows)
+        return ArrayCache(num_layers=0, context_length=self.context_length, allocate=np.empty, as_cached=lambda rows: rows)
 
     def forward(self, sequences: Any, caches: Any, wanted: str = "last") -> list[np.ndarray]:
         [ids], [cache] = sequences, caches

@@ -11,7 +11,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import starscope
-from starscope.cache import Cache
+from starscope.cache import ArrayCache, Cache
 from starscope.convert import convert
 from starscope.errors import InvalidContentError, UsageError
 from starscope.generate import Completion, generate, last_piece
@@ -63,7 +63,7 @@ class RandomEngine:
         self.size, self.rng = size, np.random.default_rng(seed)
 
     def new_cache(self) -> Cache:
-        return Cache(num_layers=0, context_length=4096, allocate=np.empty, as_cached=lambda rows: rows)
+        return ArrayCache(num_layers=0, context_length=4096, allocate=np.empty, as_cached=lambda rows: rows)
 
     def forward(self, sequences: Any, caches: Any, wanted: str = "last") -> list[np.ndarray]:
         [ids], [cache] = sequences, caches

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import starscope
-from starscope.cache import Cache
+from starscope.cache import ArrayCache, Cache
 from starscope.convert import convert
 from starscope.gguf.reader import read_gguf
 from support.checkpoints import edit_config, make_checkpoint, store_as_torch
@@ -149,7 +149,7 @@ def test_a_cache_is_as_large_as_its_tokens_and_has_one_head_for_many_queries(
         shapes.append(shape)
         return np.empty(shape, np.float32)
 
-    cache = Cache(num_layers=2, context_length=1024, allocate=allocate, as_cached=lambda rows: rows)
+    cache = ArrayCache(num_layers=2, context_length=1024, allocate=allocate, as_cached=lambda rows: rows)
     model.engine.forward([[1] * 60], [cache])
     assert shapes == [(heads, 64, 16)] * 4  # keys and values of two blocks; 64 positions for 60 tokens, not 1024
     model.engine.forward([[1] * 5], [cache])

@@ -16,43 +16,12 @@ FIRST_CAPACITY = 64
 
 
 class Cache:
-    """K and V of every block for one sequence, grown by doubling up to `context_length` positions.
+    """What one sequence has in an engine's memory: its length and its ids. Engines add the keys and values."""
 
-    `allocate(shape)` makes an engine's own float32 array; `as_cached(rows)` rounds new rows to what the cache keeps
-    (a float16 cache holds float32 numbers that float16 can hold). Values are read back as `[num_kv_heads key dim]`.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        context_length: int,
-        allocate: Callable[[tuple[int, ...]], Any],
-        as_cached: Callable[[Any], Any],
-    ) -> None:
+    def __init__(self, context_length: int) -> None:
         self.length = 0
         self.context_length = context_length
         self.ids: list[int] = []
-        self._allocate, self._as_cached = allocate, as_cached
-        self._stored: list[dict[str, Any]] = [{} for _ in range(num_layers)]
-
-    def append(self, layer: int, part: str, rows: Any) -> Any:
-        """Keep the step's new rows `[new num_kv_heads dim]` of `part` ("k" or "v") behind the old; returns all
-        `[num_kv_heads length+new dim]`. The length itself moves on at `advance`, once the step is complete.
-        """
-        new, heads, dim = rows.shape
-        end = self.length + new
-        kept = self._stored[layer].get(part)
-        if kept is None or kept.shape[1] < end:
-            capacity = FIRST_CAPACITY
-            while capacity < end:
-                capacity *= 2
-            larger = self._allocate((heads, min(capacity, max(self.context_length, end)), dim))
-            if kept is not None:
-                larger[:, : self.length] = kept[:, : self.length]
-            self._stored[layer][part] = kept = larger
-        kept[:, self.length : end] = self._as_cached(rows).swapaxes(0, 1)
-        return kept[:, :end]
 
     def advance(self, ids: Sequence[int] | None, count: int) -> None:
         """End a step of `count` tokens. `ids` is None for a step that was fed embeddings."""
@@ -75,3 +44,41 @@ class Cache:
         same = next((n for n in range(limit) if self.ids[n] != ids[n]), max(limit, 0))
         self.truncate(same)
         return same
+
+
+class ArrayCache(Cache):
+    """K and V of every block in arrays, grown by doubling up to `context_length` positions.
+
+    `allocate(shape)` makes an engine's own float32 array; `as_cached(rows)` rounds new rows to what the cache keeps
+    (a float16 cache holds float32 numbers that float16 can hold). Values are read back as `[num_kv_heads key dim]`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        context_length: int,
+        allocate: Callable[[tuple[int, ...]], Any],
+        as_cached: Callable[[Any], Any],
+    ) -> None:
+        super().__init__(context_length)
+        self._allocate, self._as_cached = allocate, as_cached
+        self._stored: list[dict[str, Any]] = [{} for _ in range(num_layers)]
+
+    def append(self, layer: int, part: str, rows: Any) -> Any:
+        """Keep the step's new rows `[new num_kv_heads dim]` of `part` ("k" or "v") behind the old; returns all
+        `[num_kv_heads length+new dim]`. The length itself moves on at `advance`, once the step is complete.
+        """
+        new, heads, dim = rows.shape
+        end = self.length + new
+        kept = self._stored[layer].get(part)
+        if kept is None or kept.shape[1] < end:
+            capacity = FIRST_CAPACITY
+            while capacity < end:
+                capacity *= 2
+            larger = self._allocate((heads, min(capacity, max(self.context_length, end)), dim))
+            if kept is not None:
+                larger[:, : self.length] = kept[:, : self.length]
+            self._stored[layer][part] = kept = larger
+        kept[:, self.length : end] = self._as_cached(rows).swapaxes(0, 1)
+        return kept[:, :end]

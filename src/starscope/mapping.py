@@ -99,6 +99,10 @@ class MappedCheckpoint:
         """Some rows of a matrix, float32 [len(rows) columns]."""
         return self.tensors[slot.name].read_selected(rows)
 
+    def read_stored(self, slot: Slot, start: int, stop: int, into: Bytes) -> Bytes:
+        """Rows start to stop as the folder stores them, in our order: uint8 [rows row_bytes], in `into` where it can."""
+        return self.tensors[slot.name].read_raw(start, stop, into)
+
 
 def map_checkpoint(checkpoint: Checkpoint, allow_unknown: Sequence[str] = ()) -> MappedCheckpoint:
     """Find the family, its sizes and its tensors. `allow_unknown` names config keys that may be passed over.

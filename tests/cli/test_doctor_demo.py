@@ -83,14 +83,14 @@ def test_a_missing_package_makes_it_not_ready(cli, monkeypatch):
     ],
 )
 def test_the_containers_limit_on_cores_is_read(files, cores, monkeypatch):
-    monkeypatch.setattr(doctor, "read_lines", lambda path: files[path].splitlines() if path in files else [])
-    assert doctor.cgroup_cores() == cores
+    monkeypatch.setattr(machine, "read_lines", lambda path: files[path].splitlines() if path in files else [])
+    assert machine.cgroup_cores() == cores
 
 
 def test_the_containers_limit_on_memory_is_read(monkeypatch):
     files = {"/proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 400 kB\n", "/sys/fs/cgroup/memory.max": "512000\n"}
-    monkeypatch.setattr(doctor, "read_lines", lambda path: files.get(path, "").splitlines())
-    assert doctor.memory() == {"total": 1_024_000, "available": 409_600, "cgroup_limit": 512_000}
+    monkeypatch.setattr(machine, "read_lines", lambda path: files.get(path, "").splitlines())
+    assert machine.memory() == {"total": 1_024_000, "available": 409_600, "cgroup_limit": 512_000}
 
 
 def test_offline_switches_are_told(cli, without_torch, monkeypatch):

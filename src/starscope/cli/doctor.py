@@ -36,7 +36,7 @@ def doctor(ctx: click.Context) -> None:
 def examine() -> dict[str, Any]:
     """Everything that `doctor` tells."""
     from starscope import native
-    from starscope.engine.base import usable_cores
+    from starscope.machine import cgroup_cores, cpu_model, memory, usable_cores
 
     kernels = native.kernels()
     torch = examine_torch()
@@ -111,51 +111,6 @@ def examine_torch() -> dict[str, Any]:
         except Exception as error:  # whatever it is, it is what doctor is asked for
             problem = f"{type(error).__name__}: {error}"
     return {"version": version, "problem": problem, "cuda_devices": devices}
-
-
-def cpu_model() -> str:
-    """The processor's name."""
-    for line in read_lines("/proc/cpuinfo"):
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return platform.processor() or platform.machine()
-
-
-def cgroup_cores() -> float | None:
-    """The cores that a container may use at once (cgroup v2, then v1); None: no limit."""
-    words = " ".join(read_lines("/sys/fs/cgroup/cpu.max")).split()
-    if not words:
-        words = [
-            *read_lines("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"),
-            *read_lines("/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
-        ]
-    if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[1]) == 0:
-        return None
-    return int(words[0]) / int(words[1])
-
-
-def memory() -> dict[str, int | None]:
-    """Bytes in all, free to use now, and allowed by the container."""
-    table = {}
-    for line in read_lines("/proc/meminfo"):
-        name, _, value = line.partition(":")
-        if value.split()[1:] == ["kB"]:
-            table[name] = int(value.split()[0]) * 1024
-    limits = read_lines("/sys/fs/cgroup/memory.max") or read_lines("/sys/fs/cgroup/memory/memory.limit_in_bytes")
-    limit = int(limits[0]) if limits and limits[0].isdigit() else None
-    total = table.get("MemTotal")
-    if limit is not None and total is not None and limit >= total:  # v1 writes "no limit" as a huge number
-        limit = None
-    return {"total": total, "available": table.get("MemAvailable"), "cgroup_limit": limit}
-
-
-def read_lines(path: str) -> list[str]:
-    """A small system file's lines; none when this system does not have it."""
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
 
 
 def as_text(document: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -63,7 +62,7 @@ class Batch:
     positions: Array  # int64 [rows]
     lengths: list[int]  # new tokens of each sequence
     pasts: list[int]  # cached tokens of each sequence
-    caches: list[Cache]
+    caches: list[Any]  # each engine's own kind of Cache
     wanted: Array  # int64 [wanted], rows
     wanted_lengths: list[int]
 
@@ -147,13 +146,9 @@ def input_values(graph: Graph, batch: Batch) -> tuple[dict[int, Array], int]:
     return {first.outputs[0]: batch.embeddings, **values}, 1
 
 
-def usable_cores() -> int:
-    """The cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 # name -> the module and class that implement it, and the package that they need
 ENGINES: Mapping[str, tuple[str, str, str]] = {
+    "native": ("starscope.engine.native_engine", "NativeEngine", "starscope"),
     "numpy": ("starscope.engine.numpy_engine", "NumpyEngine", "numpy"),
     "torch": ("starscope.engine.torch_engine", "TorchEngine", "torch"),
 }

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from starscope.cache import Cache
-from starscope.engine.base import MASKED, Array, Batch, Sequences, Wanted, input_values, make_batch, usable_cores
+from starscope.cache import ArrayCache, Cache
+from starscope.engine.base import MASKED, Array, Batch, Sequences, Wanted, input_values, make_batch
 from starscope.engine.weights import Weights
 from starscope.graph import Graph, Op
+from starscope.machine import usable_cores
 from starscope.ops import OPS
 
 Kernel = Callable[["NumpyEngine", Batch, Op, list[Any]], Any]
@@ -157,7 +158,7 @@ class NumpyEngine:
 
     def new_cache(self) -> Cache:
         half = self.weights.half_cache
-        return Cache(
+        return ArrayCache(
             num_layers=self.graph.hp.num_layers,
             context_length=self.context_length,
             allocate=lambda shape: np.empty(shape, np.float32),

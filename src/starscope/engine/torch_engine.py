@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from starscope.cache import Cache
+from starscope.cache import ArrayCache, Cache
 from starscope.engine.base import MASKED, Array, Batch, Sequences, Wanted, input_values, make_batch
 from starscope.engine.weights import Weights
 from starscope.errors import DoesNotFitError, UnsupportedError
@@ -201,7 +201,7 @@ class TorchEngine:
 
     def new_cache(self) -> Cache:
         half = self._half_cache
-        return Cache(
+        return ArrayCache(
             num_layers=self.graph.hp.num_layers,
             context_length=self.context_length,
             allocate=lambda shape: torch.empty(shape, dtype=torch.float32, device=self._device),

@@ -14,7 +14,7 @@ import numpy as np
 from starscope.engine.base import Array
 from starscope.errors import GGUFError, UnsupportedError
 from starscope.family import Family, HParams, Slot
-from starscope.formats import decode
+from starscope.formats import Bytes, decode
 from starscope.gguf.reader import GGUFFile
 
 
@@ -28,6 +28,8 @@ class Source(Protocol):
     def read(self, slot: Slot) -> Array: ...
 
     def read_rows(self, slot: Slot, rows: Array) -> Array: ...
+
+    def read_stored(self, slot: Slot, start: int, stop: int, into: Bytes) -> Bytes: ...
 
 
 class Weights(Mapping[str, Array]):
@@ -58,6 +60,17 @@ class Weights(Mapping[str, Array]):
         if name in self._decoded:
             return self._decoded[name][indices]
         return self._source.read_rows(self.slots[name], indices)
+
+    def read_stored(self, name: str, start: int, stop: int, into: Bytes) -> Bytes:
+        """Rows start to stop of a matrix as its source stores them: uint8 [rows row_bytes], in `into` where possible.
+
+        `into` is flat and has room for them. May be called by several threads at once. InputError when the file
+        has become shorter than it was.
+        """
+        slot = self.slots[name]
+        if slot.tied_to and not self._source.has(slot):
+            slot = self.slots[slot.tied_to]
+        return self._source.read_stored(slot, start, stop, into)
 
     def forget(self, name: str) -> None:
         """Let go of a decoded tensor, for whoever has made its own copy of it."""
@@ -93,6 +106,9 @@ class ArraySource:
     def read_rows(self, slot: Slot, rows: Array) -> Array:
         return self._arrays[slot.name][rows]
 
+    def read_stored(self, slot: Slot, start: int, stop: int, into: Bytes) -> Bytes:
+        return np.ascontiguousarray(self._arrays[slot.name][start:stop]).view(np.uint8)
+
 
 class GGUFSource:
     """Tensors of an open GGUF file. `keep` gives, for a tensor that is stored with repeated rows, those to keep."""
@@ -113,9 +129,18 @@ class GGUFSource:
         return whole if keep is None else np.ascontiguousarray(whole[keep])
 
     def read_rows(self, slot: Slot, rows: Array) -> Array:
-        format_ = self._file.tensors[slot.gguf].format
-        assert format_ is not None
-        return decode(format_, np.ascontiguousarray(self._file.raw(slot.gguf)[rows]))
+        info = self._file.tensors[slot.gguf]
+        assert info.format is not None
+        stored = np.empty((len(rows), info.nbytes // info.rows), np.uint8)
+        for row, into in zip(rows.tolist(), stored, strict=True):
+            self._file.read_rows_into(slot.gguf, row, row + 1, into)
+        return decode(info.format, stored)
+
+    def read_stored(self, slot: Slot, start: int, stop: int, into: Bytes) -> Bytes:
+        keep = self._keep.get(slot.gguf)
+        if keep is None:
+            return self._file.read_rows_into(slot.gguf, start, stop, into)
+        return self._file.raw(slot.gguf)[keep[start:stop]]
 
 
 def open_weights(file: GGUFFile, family: Family, hp: HParams) -> tuple[HParams, Weights]:

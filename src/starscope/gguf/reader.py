@@ -19,6 +19,7 @@ import os
 import re
 import stat
 import struct
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -117,6 +118,21 @@ class GGUFFile:
         data = self._parts[info.part].data()[info.offset + start * row_bytes : info.offset + stop * row_bytes]
         return data.reshape(stop - start, row_bytes)
 
+    def read_rows_into(self, name: str, start: int, stop: int, into: Bytes) -> Bytes:
+        """The bytes of rows start to stop, read into `into` (flat, long enough), which is given back [rows row_bytes].
+
+        Not through the mapping: a file that has become shorter is an InputError here, and memory that only passes
+        through is not counted twice.
+        """
+        info = self.info(name)
+        if not 0 <= start <= stop <= info.rows or self._parts is None:
+            self.raw_rows(name, start, stop)  # says what is wrong
+        assert self._parts is not None
+        row_bytes = info.nbytes // info.rows
+        into = into[: (stop - start) * row_bytes]
+        self._parts[info.part].read_into(info.offset + start * row_bytes, into)
+        return into.reshape(stop - start, row_bytes)
+
     def array(self, name: str) -> Floats:
         """A tensor's values as float32 in torch order. F32 is mapped and read-only, every other format a new array."""
         info = self.info(name)
@@ -201,7 +217,8 @@ class _Part:
     def __init__(self, path: Path, number: int) -> None:
         self.path = path
         self._number = number
-        self._map = _map_file(path)
+        self._map, descriptor = _map_file(path)
+        self._descriptor, self._release = descriptor, weakref.finalize(self, os.close, descriptor)
         self._size = len(self._map)
         self._at = 0
         self._elements = 0
@@ -214,8 +231,21 @@ class _Part:
         self.tensors, self.unused_bytes = self._place(entries)
 
     def close(self) -> None:
+        self._release()
         with contextlib.suppress(BufferError):  # an array still looks at the mapping, which goes with it
             self._map.close()
+
+    def read_into(self, offset: int, into: Bytes) -> None:
+        """Fill `into` with the file's bytes from `offset` on."""
+        at, left = offset, memoryview(into).cast("B")
+        while left:
+            try:
+                count = os.preadv(self._descriptor, [left], at)
+            except OSError as error:
+                raise InputError(f"{self.path} cannot be read: {error.strerror}.") from error
+            if count == 0:
+                raise GGUFError(f"{self.path} had {self._size} bytes when it was opened and ends at byte {at} now.")
+            at, left = at + count, left[count:]
 
     def data(self) -> Bytes:
         """The whole file, mapped; refused when it has become shorter, as touching it would then end the process."""
@@ -437,8 +467,8 @@ class _Part:
         return {name: replace(info, offset=start + info.offset) for name, info in entries.items()}, unused
 
 
-def _map_file(path: Path) -> mmap.mmap:
-    """The file, mapped read-only. InputError when it cannot be read or is no regular file; GGUFError when too short."""
+def _map_file(path: Path) -> tuple[mmap.mmap, int]:
+    """The file, mapped read-only, and its descriptor. InputError when it cannot be read or is no regular file; GGUFError when too short."""
     flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         descriptor = os.open(path, flags)  # O_NONBLOCK: a pipe without a writer would wait for ever
@@ -446,9 +476,10 @@ def _map_file(path: Path) -> mmap.mmap:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InputError(f"{path} cannot be opened: {reason}.") from error
     try:
-        return _map_descriptor(path, descriptor)
-    finally:
+        return _map_descriptor(path, descriptor), descriptor
+    except BaseException:
         os.close(descriptor)
+        raise
 
 
 def _map_descriptor(path: Path, descriptor: int) -> mmap.mmap:

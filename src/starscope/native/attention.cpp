@@ -218,13 +218,14 @@ private:
     }
 
     void attend_tile(const AttentionSequence& sequence, int head, const AttentionRows& rows, size_t number,
-                     const AttentionState& state, bool alone) const {
+                     const AttentionState& state, bool alone, size_t ahead) const {
         const CacheShape& cache = step_.cache;
         AttentionTile tile;
         tile.dim = cache.dim;
         tile.first_key = number * kTileKeys;
         tile.keys = sequence.keys + head * cache.key_bytes(sequence.capacity) + cache.key_bytes(tile.first_key);
         tile.values = sequence.values + head * cache.value_bytes(sequence.capacity) + cache.value_bytes(tile.first_key);
+        tile.next_keys = tile.keys + cache.key_bytes(ahead * kTileKeys);
         tile.rows = rows;
         tile.queries = place_.queries;
         tile.query_stride = query_stride(rows.count);
@@ -245,7 +246,7 @@ private:
     void attend_unit(const AttentionSequence& sequence, int head, size_t token, size_t positions) const {
         const AttentionRows rows = pack(sequence, head, token, positions);
         const size_t tiles = tiles_of(sequence.past + token + positions);
-        for (size_t tile = 0; tile < tiles; ++tile) attend_tile(sequence, head, rows, tile, place_.state, false);
+        for (size_t tile = 0; tile < tiles; ++tile) attend_tile(sequence, head, rows, tile, place_.state, false, 1);
         for (size_t row = 0; row < rows.count; ++row) {
             finish(sequence, head, token, row, place_.state.sum[row],
                    place_.state.mix + row * step_.cache.padded_dim());
@@ -285,7 +286,7 @@ private:
             if (!queue.reached()) continue;
             if (rows.count == 0) rows = pack(sequence, head, 0, sequence.new_rows);
             append_in_tile(sequence, head, tile);
-            attend_tile(sequence, head, rows, tile, partial(split, tile), true);
+            attend_tile(sequence, head, rows, tile, partial(split, tile), true, team_.size());
             queue.take();
         }
     }

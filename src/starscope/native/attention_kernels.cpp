@@ -34,27 +34,37 @@ inline size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 // ---- Three ways to hold operands as 32-bit words -------------------------------------------------------------------
 //
 // Each says how many steps (words of a query) a score takes, and how many the mix of `keys` keys; what one step adds;
-// how the panel of a step is found: kGroups groups of 16 keys from `key` on, or `groups` groups of 16 columns; and how
-// two vectors of weights are stored, which also adds them to their sum.
+// the panel of kGroups groups of 16 keys from `key` on, and of `groups` groups of 16 columns of the values of `keys`
+// keys; and how two vectors of weights are stored, which also adds them to their sum. kConverting: the panel's words
+// are yet to be made of its halves, step by step, which the first micro-kernel does in the shadow of its products.
 
 struct Panel {
-    const uint32_t* words;
+    uint32_t* words;
     size_t group_stride;
     size_t step_stride;
+    const uint16_t* halves;
+    size_t halves_group_stride;
+    size_t halves_step_stride;
+    const uint8_t* next;  // read after this panel: brought closer by two cache lines a step
 };
+
+// Asks for a cache line to be brought to the second level.
+inline void fetch(const uint8_t* line) { __builtin_prefetch(line, 0, 2); }
 
 // The caches' float32 values, read where they lie.
 struct Singles {
+    static constexpr bool kConverting = false;
     static size_t steps(size_t dim) { return dim; }
     static size_t mix_steps(size_t keys) { return keys; }
     static Vec step(Vec value, Vec panel, Vec sum) { return multiply_add(value, panel, sum); }
 
     static Panel keys(const AttentionTile& tile, size_t key) {
-        const uint32_t* words = reinterpret_cast<const uint32_t*>(tile.keys);
-        return {words + key * tile.dim, tile.dim * kLanes, kLanes};
+        uint32_t* words = reinterpret_cast<uint32_t*>(tile.keys) + key * tile.dim;
+        return {words, tile.dim * kLanes, kLanes, nullptr, 0, 0, nullptr};
     }
     static Panel values(const AttentionTile& tile, size_t column, size_t, size_t) {
-        return {reinterpret_cast<const uint32_t*>(tile.values) + column, kLanes, rounded_up(tile.dim, kLanes)};
+        uint32_t* words = reinterpret_cast<uint32_t*>(tile.values) + column;
+        return {words, kLanes, rounded_up(tile.dim, kLanes), nullptr, 0, 0, nullptr};
     }
     static Vec store_weights(uint32_t* row, size_t vector, Vec first, Vec second, Vec sum) {
         store(row + vector * kLanes, first);
@@ -72,32 +82,23 @@ struct Singles {
 
 // Pairs of bfloat16, as the layouts of the float16 caches have them: dims 2i and 2i+1, positions 2i and 2i+1.
 struct Halves {
+    static constexpr bool kConverting = true;
     static size_t steps(size_t dim) { return (dim + 1) / 2; }
     static size_t mix_steps(size_t keys) { return (keys + 1) / 2; }
     static Vec step(Vec value, Vec panel, Vec sum) { return multiply_add_pairs(value, panel, sum); }
-
     static Vec convert(const uint16_t* halves) { return to_bfloats(load_halves(halves), load_halves(halves + kLanes)); }
 
     static Panel keys(const AttentionTile& tile, size_t key) {
-        const size_t words = steps(tile.dim) * kGroups * kLanes;
+        const size_t group = steps(tile.dim) * kLanes;
         const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile.keys) + 2 * key * steps(tile.dim);
-        uint32_t* panel = tile.scratch.panel;
-        for (size_t i = 0; i < words; i += kLanes) store(panel + i, convert(halves + 2 * i));
-        return {panel, steps(tile.dim) * kLanes, kLanes};
+        const uint8_t* next = tile.values + 4 * key * steps(tile.dim);
+        return {tile.scratch.panel, group, kLanes, halves, 2 * group, 2 * kLanes, next};
     }
-    static Panel values(const AttentionTile& tile, size_t column, size_t groups, size_t keys) {
-        const size_t stride = 2 * rounded_up(tile.dim, kLanes);
+    static Panel values(const AttentionTile& tile, size_t column, size_t groups, size_t) {
         const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile.values) + 2 * column;
-        uint32_t* panel = tile.scratch.panel;
-        for (size_t i = 0; i < mix_steps(keys); ++i, halves += stride) {
-            for (size_t group = 0; group < groups; ++group) {
-                store(panel + (i * groups + group) * kLanes, convert(halves + 2 * group * kLanes));
-            }
-        }
-        if (keys % 2) {  // nobody sees the last pair's second position: what lies there may be anything
-            for (size_t i = keys / 2 * groups * kLanes; i < mix_steps(keys) * groups * kLanes; ++i) panel[i] &= 0xffffu;
-        }
-        return {panel, kLanes, groups * kLanes};
+        const size_t row = 2 * rounded_up(tile.dim, kLanes);
+        const uint8_t* next = tile.next_keys + 2 * kTileKeys * column;
+        return {tile.scratch.panel, kLanes, groups * kLanes, halves, 2 * kLanes, row, next};
     }
     static Vec store_weights(uint32_t* row, size_t vector, Vec first, Vec second, Vec sum) {
         const Vec weights = to_bfloats(first, second);
@@ -116,6 +117,7 @@ struct Halves {
 
 // Values of bfloat16 precision in float32, taken out of the pairs.
 struct Halves {
+    static constexpr bool kConverting = false;
     static size_t steps(size_t dim) { return rounded_up(dim, 2); }
     static size_t mix_steps(size_t keys) { return keys; }
     static Vec step(Vec value, Vec panel, Vec sum) { return multiply_add(value, panel, sum); }
@@ -132,7 +134,7 @@ struct Halves {
         const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile.keys) + key * steps(tile.dim);
         uint32_t* panel = tile.scratch.panel;
         for (size_t i = 0; i < words; i += 2 * kLanes) convert(halves + i, panel + i, panel + i + kLanes);
-        return {panel, steps(tile.dim) * kLanes, kLanes};
+        return {panel, steps(tile.dim) * kLanes, kLanes, nullptr, 0, 0, nullptr};
     }
     static Panel values(const AttentionTile& tile, size_t column, size_t groups, size_t keys) {
         const size_t stride = 2 * rounded_up(tile.dim, kLanes);
@@ -142,7 +144,7 @@ struct Halves {
             uint32_t* odd = even + groups * kLanes;
             for (size_t j = 0; j < groups * kLanes; j += kLanes) convert(halves + 2 * j, even + j, odd + j);
         }
-        return {tile.scratch.panel, kLanes, groups * kLanes};
+        return {tile.scratch.panel, kLanes, groups * kLanes, nullptr, 0, 0, nullptr};
     }
     static Vec store_weights(uint32_t* row, size_t vector, Vec first, Vec second, Vec sum) {
         return Singles::store_weights(row, vector, round_to_bfloat(first), round_to_bfloat(second), sum);
@@ -161,7 +163,7 @@ struct Halves {
 inline Vec merged(Vec older, Vec keep, Vec later, Vec add) { return multiply_add(older, keep, multiply(later, add)); }
 
 // sums[m][n] = the panel's group n times row m, whose step s is rows[m * kRowStride + s * row_step].
-template <class Operands, size_t M, size_t N, size_t kRowStride>
+template <class Operands, bool kConvert, size_t kRowStride, size_t M, size_t N>
 inline void multiply_rows(const uint32_t* rows, size_t row_step, Panel panel, size_t steps, Vec (&sums)[M][N]) {
 #pragma GCC unroll 16
     for (size_t m = 0; m < M; ++m) {
@@ -171,7 +173,20 @@ inline void multiply_rows(const uint32_t* rows, size_t row_step, Panel panel, si
     for (; steps > 0; --steps, rows += row_step, panel.words += panel.step_stride) {
         Vec columns[N];
 #pragma GCC unroll 2
-        for (size_t n = 0; n < N; ++n) columns[n] = load(panel.words + n * panel.group_stride);
+        for (size_t n = 0; n < N; ++n) {
+            uint32_t* words = panel.words + n * panel.group_stride;
+            if constexpr (kConvert) {
+                columns[n] = Operands::convert(panel.halves + n * panel.halves_group_stride);
+                store(words, columns[n]);
+                fetch(panel.next + n * 64);
+            } else {
+                columns[n] = load(words);
+            }
+        }
+        if constexpr (kConvert) {
+            panel.halves += panel.halves_step_stride;
+            panel.next += N * 64;
+        }
 #pragma GCC unroll 16
         for (size_t m = 0; m < M; ++m) {
             const Vec value = all_bits(rows + m * kRowStride);
@@ -182,11 +197,10 @@ inline void multiply_rows(const uint32_t* rows, size_t row_step, Panel panel, si
 }
 
 // Scores of rows `row` .. row + M-1 for kGroups * 16 keys.
-template <class Operands, size_t M>
-void score_rows(const AttentionTile& tile, Panel panel, size_t row, size_t key) {
+template <class Operands, bool kConvert, size_t M>
+void score_rows(const AttentionTile& tile, const Panel& panel, size_t row, size_t key) {
     Vec sums[M][kGroups];
-    multiply_rows<Operands, M, kGroups, 1>(tile.queries + row, tile.query_stride, panel,
-                                           Operands::steps(tile.dim), sums);
+    multiply_rows<Operands, kConvert, 1>(tile.queries + row, tile.query_stride, panel, Operands::steps(tile.dim), sums);
     float* scores = tile.scratch.scores + row * kScoreStride + key;
 #pragma GCC unroll 16
     for (size_t m = 0; m < M; ++m) {
@@ -196,11 +210,11 @@ void score_rows(const AttentionTile& tile, Panel panel, size_t row, size_t key) 
 }
 
 // Mixes N * 16 columns of the values by the weights of M rows, and merges them into the rows' state.
-template <class Operands, size_t M, size_t N>
-void mix_rows(const AttentionTile& tile, Panel panel, size_t row, size_t column, size_t keys, bool alone) {
+template <class Operands, bool kConvert, size_t M, size_t N>
+void mix_rows(const AttentionTile& tile, const Panel& panel, size_t row, size_t column, size_t keys, bool alone) {
     Vec sums[M][N];
     const uint32_t* weights = reinterpret_cast<const uint32_t*>(tile.scratch.scores) + row * kScoreStride;
-    multiply_rows<Operands, M, N, kScoreStride>(weights, 1, panel, Operands::mix_steps(keys), sums);
+    multiply_rows<Operands, kConvert, kScoreStride>(weights, 1, panel, Operands::mix_steps(keys), sums);
     const size_t stride = rounded_up(tile.dim, kLanes);
     float* mix = tile.state.mix + row * stride + column;
 #pragma GCC unroll 16
@@ -215,29 +229,43 @@ void mix_rows(const AttentionTile& tile, Panel panel, size_t row, size_t column,
 }
 
 // Calls score_rows or mix_rows for `m` rows, 1 <= m <= M.
-template <class Operands, size_t M = kRows>
-inline void score(size_t m, const AttentionTile& tile, Panel panel, size_t row, size_t key) {
+template <class Operands, bool kConvert, size_t M = kRows>
+inline void score(size_t m, const AttentionTile& tile, const Panel& panel, size_t row, size_t key) {
     if constexpr (M > 1) {
-        if (m < M) return score<Operands, M - 1>(m, tile, panel, row, key);
+        if (m < M) return score<Operands, kConvert, M - 1>(m, tile, panel, row, key);
     }
-    score_rows<Operands, M>(tile, panel, row, key);
+    score_rows<Operands, kConvert, M>(tile, panel, row, key);
 }
 
-template <class Operands, size_t N, size_t M = kRows>
-inline void mix(size_t m, const AttentionTile& tile, Panel panel, size_t row, size_t column, size_t keys, bool alone) {
+template <class Operands, bool kConvert, size_t N, size_t M = kRows>
+inline void mix(size_t m, const AttentionTile& tile, const Panel& panel, size_t row, size_t column, size_t keys,
+                bool alone) {
     if constexpr (M > 1) {
-        if (m < M) return mix<Operands, N, M - 1>(m, tile, panel, row, column, keys, alone);
+        if (m < M) return mix<Operands, kConvert, N, M - 1>(m, tile, panel, row, column, keys, alone);
     }
-    mix_rows<Operands, M, N>(tile, panel, row, column, keys, alone);
+    mix_rows<Operands, kConvert, M, N>(tile, panel, row, column, keys, alone);
 }
 
-// Shares rows first .. count-1 out into equal pieces of at most kRows: f(rows in the piece, its first row).
+template <class Operands, bool kConvert>
+inline void mix_columns(size_t groups, size_t m, const AttentionTile& tile, const Panel& panel, size_t row,
+                        size_t column, size_t keys, bool alone) {
+    if (groups == kGroups) {
+        mix<Operands, kConvert, kGroups>(m, tile, panel, row, column, keys, alone);
+    } else {
+        mix<Operands, kConvert, 1>(m, tile, panel, row, column, keys, alone);
+    }
+}
+
+// Shares rows begin .. end-1 out into equal pieces of at most kRows, the last rows first, which see most keys:
+// f(rows in the piece, its first row, whether it is the first piece).
 template <class F>
-inline void for_pieces(size_t first, size_t count, F f) {
-    for (size_t pieces = (count - first + kRows - 1) / kRows; pieces > 0; --pieces) {
-        const size_t rows = (count - first + pieces - 1) / pieces;
-        f(rows, first);
-        first += rows;
+inline void for_pieces(size_t begin, size_t end, F f) {
+    bool first = true;
+    for (size_t pieces = (end - begin + kRows - 1) / kRows; pieces > 0; --pieces) {
+        const size_t rows = (end - begin + pieces - 1) / pieces;
+        end -= rows;
+        f(rows, end, first);
+        first = false;
     }
 }
 
@@ -302,8 +330,13 @@ void attend(const AttentionTile& tile, bool alone) {
 
     for (size_t key = 0; key < seen; key += kGroups * kLanes) {
         const Panel panel = Operands::keys(tile, key);
-        for_pieces(first_row(tile, key), rows.count,
-                   [&](size_t count, size_t row) { score<Operands>(count, tile, panel, row, key); });
+        for_pieces(first_row(tile, key), rows.count, [&](size_t count, size_t row, bool first) {
+            if (first && Operands::kConverting) {
+                score<Operands, Operands::kConverting>(count, tile, panel, row, key);
+            } else {
+                score<Operands, false>(count, tile, panel, row, key);
+            }
+        });
     }
 
     if (tile.first_key == 0) alone = true;
@@ -330,12 +363,12 @@ void attend(const AttentionTile& tile, bool alone) {
     for (size_t column = 0; column < tile.dim; column += kGroups * kLanes) {
         const size_t groups = column + kLanes < tile.dim ? kGroups : 1;
         const Panel panel = Operands::values(tile, column, groups, seen);
-        for_pieces(begin, rows.count, [&](size_t count, size_t row) {
+        for_pieces(begin, rows.count, [&](size_t count, size_t row, bool first) {
             const size_t keys = keys_seen(tile, rows.position + (row + count - 1) / rows.heads);
-            if (groups == kGroups) {
-                mix<Operands, kGroups>(count, tile, panel, row, column, keys, alone);
+            if (first && Operands::kConverting) {
+                mix_columns<Operands, Operands::kConverting>(groups, count, tile, panel, row, column, keys, alone);
             } else {
-                mix<Operands, 1>(count, tile, panel, row, column, keys, alone);
+                mix_columns<Operands, false>(groups, count, tile, panel, row, column, keys, alone);
             }
         });
     }
@@ -363,7 +396,8 @@ void pack(size_t dim, const float* query, float scale, uint32_t* column, size_t 
 inline void convert(float* to, Vec v) { store(to, v); }
 inline void convert(uint16_t* to, Vec v) { store_halves(to, v); }
 
-// kPair: how many dims of a key, and positions of a value, lie side by side.
+// kPair: how many dims of a key, and positions of a value, lie side by side. The second value of a pair is read with the
+// first one, with a weight of 0: until it is there it must be finite.
 template <class Element, size_t kPair>
 void append(size_t dim, uint8_t* key_bytes, uint8_t* value_bytes, size_t position, size_t count, const float* new_keys,
             const float* new_values, size_t stride) {
@@ -379,7 +413,10 @@ void append(size_t dim, uint8_t* key_bytes, uint8_t* value_bytes, size_t positio
                 keys[d / kPair * kPair * kLanes + position % kLanes * kPair + d % kPair] = elements[d - i];
             }
             convert(elements, load_up_to(new_values + i, dim - i));
-            for (size_t d = i; d < i + kLanes; ++d) values[d * kPair + position % kPair] = elements[d - i];
+            for (size_t d = i; d < i + kLanes; ++d) {
+                values[d * kPair + position % kPair] = elements[d - i];
+                if (position % kPair + 1 < kPair) values[d * kPair + 1] = 0;
+            }
         }
     }
 }

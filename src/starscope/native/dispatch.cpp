@@ -30,10 +30,16 @@ bool has_avx2() {
     return all_set(b, bit_AVX2);
 }
 
+// With VNNI: without it the 8-bit products of AVX2 are no slower.
 bool has_avx512() {
     unsigned a, b, c, d;
     if (!has_avx2() || !all_set(saved_registers(), 0xe6) || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-    return all_set(b, bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL);
+    return all_set(b, bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL) && all_set(c, bit_AVX512VNNI);
+}
+
+bool has_avx512_bf16() {
+    unsigned a, b, c, d;
+    return has_avx512() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && all_set(a, bit_AVX512BF16);
 }
 #endif
 
@@ -60,13 +66,30 @@ void over_threads(size_t blocks, size_t block_values, int threads, const Run& ru
 
 }  // namespace
 
-std::vector<const Kernels*> usable_kernels() {
-    std::vector<const Kernels*> usable = {&scalar::kernels};
+const std::vector<InstructionSet>& usable_instruction_sets() {
+    static const std::vector<InstructionSet> sets = [] {
+        std::vector<InstructionSet> usable = {
+            {"scalar", &scalar::kernels, &scalar::compute, &scalar::attention_kernels},
+        };
 #ifdef STARSCOPE_X86_64
-    if (has_avx2()) usable.push_back(&avx2::kernels);
-    if (has_avx512()) usable.push_back(&avx512::kernels);
+        if (has_avx2()) usable.push_back({"avx2", &avx2::kernels, &avx2::compute, &avx2::attention_kernels});
+        if (has_avx512()) {
+            usable.push_back({"avx512", &avx512::kernels, &avx512::compute, &avx512::attention_kernels});
+        }
+        if (has_avx512_bf16()) {
+            usable.push_back({"avx512_bf16", &avx512::kernels, &avx512::compute, &avx512_bf16::attention_kernels});
+        }
 #endif
-    return usable;
+        return usable;
+    }();
+    return sets;
+}
+
+const InstructionSet* find_instruction_set(const std::string& name) {
+    for (const InstructionSet& set : usable_instruction_sets()) {
+        if (name == set.name) return &set;
+    }
+    return nullptr;
 }
 
 const Codec* find_codec(const Kernels& kernels, int type_id) {

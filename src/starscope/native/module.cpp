@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "program_module.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -20,22 +21,21 @@ namespace {
 template <typename T>
 using Matrix = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-std::atomic<const Kernels*> chosen{nullptr};
+std::atomic<const InstructionSet*> chosen{nullptr};
 
-std::string isa() { return chosen.load()->isa; }
+std::string isa() { return chosen.load()->name; }
 
 std::vector<std::string> isas() {
     std::vector<std::string> names;
-    for (const Kernels* kernels : usable_kernels()) names.emplace_back(kernels->isa);
+    for (const InstructionSet& set : usable_instruction_sets()) names.emplace_back(set.name);
     return names;
 }
 
 void set_isa(const std::string& name) {
+    const InstructionSet* set = find_instruction_set(name);
+    if (set != nullptr) return chosen.store(set);
     std::string known;
-    for (const Kernels* kernels : usable_kernels()) {
-        if (name == kernels->isa) return chosen.store(kernels);
-        known += std::string(known.empty() ? "" : ", ") + kernels->isa;
-    }
+    for (const std::string& usable : isas()) known += (known.empty() ? "" : ", ") + usable;
     throw nb::value_error(("instruction set '" + name + "' is not usable here; expected one of " + known).c_str());
 }
 
@@ -52,7 +52,7 @@ std::string shape_of(size_t rows, size_t cols) {
 // The codec for `type_id`, once `values` [rows cols] and `packed` [rows row_bytes] are known to fit it and each other.
 template <typename Values, typename Packed>
 const Codec& checked_codec(int type_id, const Values& values, const Packed& packed, int threads) {
-    const Codec* codec = find_codec(*chosen.load(), type_id);
+    const Codec* codec = find_codec(*chosen.load()->kernels, type_id);
     if (codec == nullptr) throw nb::value_error(("no native codec for type " + std::to_string(type_id)).c_str());
     if (threads < 1) throw nb::value_error(("threads is " + std::to_string(threads) + "; expected 1 or more").c_str());
     const size_t rows = values.shape(0), cols = values.shape(1);
@@ -98,7 +98,7 @@ void decode(int type_id, Matrix<const uint8_t> source, Matrix<float> destination
 
 NB_MODULE(_kernels, m) {
     using namespace starscope;
-    chosen = usable_kernels().back();
+    chosen = &usable_instruction_sets().back();
     m.doc() = "Kernels compiled per instruction set; the fastest usable one is chosen at import.";
     m.def("isa", &isa, "The instruction set in use.");
     m.def("isas", &isas, "The instruction sets usable on this machine, slowest first.");
@@ -109,4 +109,5 @@ NB_MODULE(_kernels, m) {
           "float32 [rows cols] -> uint8 [rows row_bytes], written to dst.");
     m.def("decode", &decode, "type_id"_a, "src"_a.noconvert(), "dst"_a.noconvert(), "threads"_a = 1,
           "uint8 [rows row_bytes] -> float32 [rows cols], written to dst.");
+    bind_program(m);
 }

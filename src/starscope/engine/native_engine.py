@@ -1,0 +1,177 @@
+"""The native engine: the graph compiled to a program of the C++ module, which runs a whole step in one call.
+
+Weights are kept as they are stored (formats that the module does not compute on: as float32), laid out in panels while
+they are read. Rows of activations are rounded to int8 in blocks of 32 for quantized weights (`formats.round_activation`
+is the rounding); float weights are multiplied in float32. A row's logits depend on its tokens and positions alone, bit
+for bit: not on the batch, on how a prompt is cut, or on the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from starscope import native
+from starscope.cache import Cache
+from starscope.engine.base import Array, Batch, Sequences, Wanted, input_values, make_batch
+from starscope.engine.native_program import Compiler
+from starscope.engine.weights import Weights
+from starscope.errors import DoesNotFitError, UnsupportedError
+from starscope.formats import decode, find_format
+from starscope.graph import Graph
+from starscope.machine import memory, usable_cores
+
+ROWS_AT_ONCE = 512  # of a step; what is between the operations takes memory for so many
+PANEL_ROWS = 16  # that the module keeps together
+F32 = find_format("F32").type_id
+READ_BYTES = 1 << 20  # of a file, by each thread at a time
+
+
+class NativeCache(Cache):
+    """Keys and values of one sequence in the module's memory."""
+
+    def __init__(self, context_length: int, stored: Any) -> None:
+        super().__init__(context_length)
+        self.stored = stored
+
+
+class NativeEngine:
+    """Runs a graph with the compiled module. Implements `Engine`. `isa` is the instruction set in use."""
+
+    name = "native"
+
+    def __init__(
+        self,
+        graph: Graph,
+        weights: Weights,
+        *,
+        device: str = "cpu",
+        context_length: int | None = None,
+        threads: int | None = None,
+        isa: str | None = None,
+    ) -> None:
+        module = native.kernels()
+        if module is None:
+            raise UnsupportedError(
+                f"the native engine is not in this installation: {native.why_missing()}.",
+                hint="Install a C++ compiler and starscope again, or use the torch or numpy engine.",
+            )
+        self.graph, self.weights, self.device = graph, weights, device
+        self.context_length = context_length or graph.hp.context_length
+        self.threads = threads or usable_cores()
+        self.isa = find_isa(module, isa)
+        self._module = module
+        self._computes = set(module.computes())
+        self._check_memory()
+        try:
+            self._program = module.Program(self.threads, self.isa)
+            self._vectors: dict[str, int] = {}
+            self._matrices: dict[str, int] = {}
+            self._compiled = Compiler(graph, module, self._matrix, self._vector).compile()
+        except MemoryError:
+            raise DoesNotFitError("there is not enough memory for the weights.", hint="Use a smaller model.") from None
+        self._program.compile(self._compiled.instructions, self._compiled.widths, self._compiled.arrays)
+
+    def new_cache(self) -> NativeCache:
+        hp = self.graph.hp
+        try:
+            stored = self._module.KeyValues(
+                self.weights.half_cache, hp.num_layers, hp.num_kv_heads, hp.head_dim, self.context_length
+            )
+        except MemoryError:
+            raise DoesNotFitError("there is not enough memory for keys and values.", hint="Lower the context.") from None
+        return NativeCache(self.context_length, stored)
+
+    def prepare(self) -> None:
+        """Nothing is left to do: the weights were read when the engine was made."""
+
+    def forward(
+        self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last"
+    ) -> list[Array]:
+        batch = make_batch(self, sequences, caches, wanted)
+        logits = np.empty((len(batch.wanted), self.graph.hp.vocab_size), np.float32)
+        known, _ = input_values(self.graph, batch)
+        rows = len(batch.positions)
+        for start in range(0, rows, ROWS_AT_ONCE):
+            self._run(batch, known, start, min(start + ROWS_AT_ONCE, rows), logits)
+        batch.advance()
+        return batch.split_wanted(logits)
+
+    def _run(self, batch: Batch, known: dict[int, Array], start: int, stop: int, logits: Array) -> None:
+        """Rows start to stop of a batch. Their keys and values are kept; `logits` gets those that are wanted."""
+        pieces = []
+        for first, length, past, cache in zip(batch.starts, batch.lengths, batch.pasts, batch.caches, strict=False):
+            low, high = max(first, start), min(first + length, stop)
+            if low < high:
+                pieces.append((low - start, high - low, past + low - first, cache.stored))
+        begin, end = np.searchsorted(batch.wanted, [start, stop]).tolist()
+        arrays = []
+        for one in self._compiled.inputs:
+            if one.edge in known:
+                value = known[one.edge][start:stop]
+            else:
+                value = self.weights.rows(one.table, known[one.source][start:stop])
+            arrays.append(np.ascontiguousarray(value, np.float32))
+        wanted = np.ascontiguousarray(batch.wanted[begin:end] - start)
+        arrays.append(logits[begin:end])
+        self._program.run(0, len(self._program), stop - start, wanted, pieces, arrays)
+
+    def _vector(self, name: str) -> int:
+        """A bias or a norm's weight in the module: its number."""
+        if name not in self._vectors:
+            values = np.ascontiguousarray(self.weights[name], np.float32)
+            self._vectors[name] = self._program.add_vector(values)
+            self.weights.forget(name)
+        return self._vectors[name]
+
+    def _matrix(self, name: str) -> int:
+        """A matrix in the module: its number. Read by all threads, a piece each at a time."""
+        if name in self._matrices:
+            return self._matrices[name]
+        rows, cols = self.weights.slots[name].shape
+        stored = find_format(self.weights.format_name(name))
+        computed = stored.type_id in self._computes
+        number = self._program.add_matrix(stored.type_id if computed else F32, rows, cols)
+        step = max(PANEL_ROWS, READ_BYTES // stored.row_bytes(cols) // PANEL_ROWS * PANEL_ROWS)
+
+        def fill(start: int) -> None:
+            stop = min(start + step, rows)
+            into = np.empty((stop - start) * stored.row_bytes(cols), np.uint8)
+            raw = self.weights.read_stored(name, start, stop, into)
+            if not computed:
+                raw = decode(stored, raw, threads=1).view(np.uint8)
+            self._program.fill(number, start, np.ascontiguousarray(raw))
+
+        with ThreadPoolExecutor(self.threads) as pool:
+            for _ in pool.map(fill, range(0, rows, step)):
+                pass
+        self._matrices[name] = number
+        return number
+
+    def _check_memory(self) -> None:
+        """DoesNotFitError when the weights cannot fit into the memory that is free."""
+        needed = 0
+        for name, slot in self.weights.slots.items():
+            if len(slot.shape) == 2 and not slot.always_f32 and not self.weights.is_tied(name):
+                stored = find_format(self.weights.format_name(name))
+                kept = stored if stored.type_id in self._computes else find_format("F32")
+                needed += kept.nbytes(slot.shape)
+        found = memory()
+        free = min((found[key] for key in ("available", "cgroup_limit") if found[key] is not None), default=None)
+        if free is not None and needed > free:
+            raise DoesNotFitError(
+                f"the weights need {needed / 1e9:.1f} GB of memory; {free / 1e9:.1f} GB are free.",
+                hint="Quantize the model to a smaller type, or free some memory.",
+            )
+
+
+def find_isa(module: Any, isa: str | None) -> str:
+    """The instruction set to use: the one asked for, or the one that the module has chosen."""
+    if isa is None:
+        return str(module.isa())
+    if isa not in module.isas():
+        raise UnsupportedError(f"the instruction set {isa!r} cannot be used here; expected {', '.join(module.isas())}.")
+    return isa

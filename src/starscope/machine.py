@@ -1,0 +1,78 @@
+"""What this machine lets the process use: cores and memory, as the system, the affinity and the container say.
+
+Two hardware threads of one core share its arithmetic: work that keeps it busy is not faster on both, so cores are
+counted, not threads.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+
+def usable_cores() -> int:
+    """The cores to compute on: physical ones within the process's affinity, no more than the container's share."""
+    threads = affinity()
+    cores = {siblings(thread) for thread in threads}
+    share = cgroup_cores()
+    limit = len(cores) if share is None else max(1, min(len(cores), round(share)))
+    return max(1, limit)
+
+
+def affinity() -> set[int]:
+    """The hardware threads that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def siblings(thread: int) -> str:
+    """The hardware threads of one core, as the system lists them: equal for those that share it."""
+    path = f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list"
+    return "".join(read_lines(path)) or str(thread)
+
+
+def cgroup_cores() -> float | None:
+    """The cores that a container may use at once (cgroup v2, then v1); None: no limit."""
+    words = " ".join(read_lines("/sys/fs/cgroup/cpu.max")).split()
+    if not words:
+        words = [
+            *read_lines("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"),
+            *read_lines("/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+        ]
+    if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[1]) == 0:
+        return None
+    return int(words[0]) / int(words[1])
+
+
+def memory() -> dict[str, int | None]:
+    """Bytes in all, free to use now, and allowed by the container."""
+    table = {}
+    for line in read_lines("/proc/meminfo"):
+        name, _, value = line.partition(":")
+        if value.split()[1:] == ["kB"]:
+            table[name] = int(value.split()[0]) * 1024
+    limits = read_lines("/sys/fs/cgroup/memory.max") or read_lines("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+    limit = int(limits[0]) if limits and limits[0].isdigit() else None
+    total = table.get("MemTotal")
+    if limit is not None and total is not None and limit >= total:  # v1 writes "no limit" as a huge number
+        limit = None
+    return {"total": total, "available": table.get("MemAvailable"), "cgroup_limit": limit}
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    for line in read_lines("/proc/cpuinfo"):
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def read_lines(path: str) -> list[str]:
+    """A small text file of the system; nothing where there is none."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,69 @@
+// What one instruction set offers the engine besides attention: products with panels, and the small steps between them.
+//
+// A linear layer takes its rows in tiles of kTileRows, the last with what is left. `prepare` lays one float32 row out in its place in a tile: int8
+// blocks of 32 with a scale each for quantized weights, the numbers themselves for float ones. `multiply` gives the
+// products of the rows of a tile with one panel; `finish` adds the bias and what else follows. The sum over the columns
+// has one order for each row, whatever the other rows are: block by block for quantized weights (within a block sums are
+// of integers, exact), column by column for float ones.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "panels.h"
+
+namespace starscope {
+
+constexpr size_t kTileRows = 12;
+
+// A tile of `rows` prepared rows in memory. For quantized weights (`blocks` = columns / 32):
+//     int8   quants[blocks][rows][32]
+//     float  scale[blocks][rows]
+//     int32  start[blocks][rows][2]    what the integer sum of each half block starts from: it takes back what was added
+//                                      to the quants of the weights to make them unsigned; or, for types with a minimum,
+//     float  start[blocks][rows][2]    scale times the sum of the block's quants
+// For float weights: float values[cols][rows].
+inline size_t tile_bytes(const PanelType& type, size_t cols, size_t rows) {
+    const size_t bytes = type.is_float ? cols * rows * 4 : (cols / 32) * rows * (32 + 4 + 8);
+    return (bytes + 63) / 64 * 64;
+}
+
+enum Activation : int { kNoActivation = 0, kGelu = 1, kGeluTanh = 2 };
+
+// One row: y = (x - mean) / sqrt(variance + epsilon) * weight + bias. `bias` may be null.
+using LayerNorm = void (*)(const float* x, size_t cols, float epsilon, const float* weight, const float* bias, float* y);
+
+struct Epilogue {
+    const float* bias;      // of these columns, or null
+    Activation activation;  // after the bias
+    const float* residual;  // of the first row, added last; or null
+    size_t residual_stride;
+};
+
+struct ComputeKernels {
+    const char* isa;
+    LayerNorm layer_norm;
+    void (*add)(const float* a, const float* b, float* y, size_t count);
+    void (*activate)(Activation activation, const float* x, float* y, size_t count);
+    void (*prepare)(const PanelType& type, const float* x, size_t cols, size_t row, size_t rows, uint8_t* tile);
+    // products[panel][row][16] of a tile with `panels` panels, panel_bytes apart.
+    void (*multiply)(const PanelType& type, const uint8_t* panel, size_t panel_bytes, size_t panels, size_t cols,
+                     const uint8_t* tile, size_t rows, float* products);
+    // out[r][0..cols) for products [rows][16].
+    void (*finish)(const float* products, size_t rows, size_t cols, const Epilogue& epilogue, float* out,
+                   size_t out_stride);
+    // The sum of 64-bit words: a loop that does nothing but read memory, to measure how fast that can be.
+    uint64_t (*read)(const uint64_t* words, size_t count);
+};
+
+namespace scalar {
+extern const ComputeKernels compute;
+}
+namespace avx2 {
+extern const ComputeKernels compute;
+}
+namespace avx512 {
+extern const ComputeKernels compute;
+}
+
+}  // namespace starscope

@@ -1,0 +1,240 @@
+#include "program.h"
+
+#include <string.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "attention_kernels.h"
+
+namespace starscope {
+namespace {
+
+// Rows that every thread prepares for itself: cheaper than a barrier.
+constexpr size_t kFewRows = 2;
+// What a thread works on at a time should stay in its own cache: so many bytes of prepared rows, and of panels.
+constexpr size_t kRowBytes = 384 << 10, kPanelBytes = 256 << 10;
+constexpr size_t kMostPanels = 64;
+constexpr size_t kProducts = kMostPanels * kPanelRows * kFewRows;  // floats; >= kTileRows * kPanelRows
+
+size_t clamp(size_t value, size_t low, size_t high) { return std::max(low, std::min(value, high)); }
+
+size_t tile_count(size_t rows) { return (rows + kTileRows - 1) / kTileRows; }
+
+}  // namespace
+
+int Program::add_matrix(const PanelType& type, size_t rows, size_t cols) {
+    const size_t stride = panel_bytes(type, cols);
+    matrices_.push_back({&type, rows, cols, stride, pool_.take(stride * panel_count(rows))});
+    return static_cast<int>(matrices_.size()) - 1;
+}
+
+void Program::fill(int index, size_t first, size_t count, const uint8_t* file_rows) {
+    const Matrix& matrix = matrices_[index];
+    const size_t row_bytes = matrix.cols / matrix.type->block_values * matrix.type->block_bytes;
+    for (size_t r = 0; r < count; r += kPanelRows) {
+        pack_panel(*matrix.type, file_rows + r * row_bytes, row_bytes, std::min(kPanelRows, count - r), matrix.cols,
+                   matrix.panels + (first + r) / kPanelRows * matrix.stride);
+    }
+}
+
+int Program::add_vector(const float* values, size_t count) {
+    vectors_.emplace_back(values, values + count);
+    vectors_.back().resize((count + kPanelRows - 1) / kPanelRows * kPanelRows);  // read 16 at a time
+    return static_cast<int>(vectors_.size()) - 1;
+}
+
+void Program::compile(std::vector<Instruction> instructions, std::vector<size_t> widths, size_t arrays) {
+    instructions_ = std::move(instructions);
+    widths_ = std::move(widths);
+    arrays_ = arrays;
+    bases_.assign(widths_.size(), nullptr);
+    private_.clear();
+    size_t bytes = 0;
+    for (const Instruction& i : instructions_) {
+        if (i.kind != kLinear) continue;
+        const Matrix& m = matrices_[i.matrix];
+        bytes = std::max(bytes, tile_bytes(*m.type, m.cols, kFewRows) + m.cols * sizeof(float));
+    }
+    for (int t = 0; t < threads(); ++t) private_.emplace_back(kProducts * sizeof(float) + bytes);
+}
+
+void Program::reserve(const Step& step) {
+    size_t floats = 0, tiles = 0;
+    for (size_t s = arrays_; s < widths_.size(); ++s) floats += widths_[s];
+    buffer_.grow(floats * step.rows * sizeof(float));
+    float* base = reinterpret_cast<float*>(buffer_.data());
+    for (size_t s = 0; s < widths_.size(); ++s) {
+        bases_[s] = s < arrays_ ? step.arrays[s] : base;
+        if (s >= arrays_) base += widths_[s] * step.rows;
+    }
+    size_t longest = 0;
+    for (const Sequence& sequence : step.sequences) longest = std::max(longest, sequence.past + sequence.new_rows);
+    size_t scratch = 0;
+    for (const Instruction& i : instructions_) {
+        if (i.kind == kLinear) {
+            const Matrix& m = matrices_[i.matrix];
+            tiles = std::max(tiles, tile_bytes(*m.type, m.cols, kTileRows) * tile_count(i.gather ? step.wanted_rows : step.rows));
+        } else if (i.kind == kAttention) {
+            scratch = std::max(scratch, attention_scratch_bytes(step.sequences[0].cache->shape, i.heads, step.rows,
+                                                                step.sequences.size(), longest, threads()));
+        }
+    }
+    tiles_.grow(tiles);
+    attention_scratch_.grow(scratch);
+}
+
+void Program::run(size_t first, size_t last, const Step& step) {
+    reserve(step);
+    team_.run([&](int thread) {
+        for (size_t i = first; i < last; ++i) execute(instructions_[i], step, thread);
+    });
+}
+
+// Every instruction ends with a barrier, when its output is complete.
+void Program::execute(const Instruction& i, const Step& step, int thread) {
+    switch (i.kind) {
+        case kAdd: add(i, step); break;
+        case kNorm: norm(i, step); break;
+        case kActivate: activate(i, step); break;
+        case kGather: gather(i, step); break;
+        case kLinear: linear(i, step, thread); break;
+        case kAttention: attend(i, step, thread); return;
+    }
+    team_.barrier();
+}
+
+void Program::add(const Instruction& i, const Step& step) {
+    for (size_t r; (r = team_.take(1)) < step.rows;) compute_.add(at(i.a, r), at(i.b, r), at(i.out, r), i.cols);
+}
+
+void Program::norm(const Instruction& i, const Step& step) {
+    for (size_t r; (r = team_.take(1)) < step.rows;) {
+        compute_.layer_norm(at(i.a, r), i.cols, i.epsilon, vector(i.weight), vector(i.bias), at(i.out, r));
+    }
+}
+
+void Program::activate(const Instruction& i, const Step& step) {
+    for (size_t r; (r = team_.take(1)) < step.rows;) {
+        compute_.activate(static_cast<Activation>(i.activation), at(i.a, r), at(i.out, r), i.cols);
+    }
+}
+
+void Program::gather(const Instruction& i, const Step& step) {
+    for (size_t r; (r = team_.take(1)) < step.wanted_rows;) {
+        memcpy(at(i.out, r), at(i.a, step.wanted[r]), i.cols * sizeof(float));
+    }
+}
+
+void Program::prepare_row(const Instruction& i, const Step& step, const Matrix& matrix, size_t row, uint8_t* tiles,
+                          int thread, bool keep) {
+    const float* x = at(i.a, i.gather ? step.wanted[row] : row);
+    if (i.norm_weight >= 0) {
+        float* normed = reinterpret_cast<float*>(private_[thread].data()) + kProducts;
+        compute_.layer_norm(x, matrix.cols, i.epsilon, vector(i.norm_weight), vector(i.norm_bias), normed);
+        if (keep && i.norm_out.exists()) memcpy(at(i.norm_out, row), normed, matrix.cols * sizeof(float));
+        x = normed;
+    }
+    const size_t first = row / kTileRows * kTileRows, rows = std::min(kTileRows, (i.gather ? step.wanted_rows : step.rows) - first);
+    uint8_t* tile = tiles + row / kTileRows * tile_bytes(*matrix.type, matrix.cols, kTileRows);
+    compute_.prepare(*matrix.type, x, matrix.cols, row - first, rows, tile);
+}
+
+void Program::linear(const Instruction& i, const Step& step, int thread) {
+    const Matrix& m = matrices_[i.matrix];
+    const size_t rows = i.gather ? step.wanted_rows : step.rows;
+    uint8_t* tiles = tiles_.data();
+    if (rows <= kFewRows) {
+        tiles = private_[thread].data() + (kProducts + m.cols) * sizeof(float);
+        for (size_t r = 0; r < rows; ++r) prepare_row(i, step, m, r, tiles, thread, thread == 0);
+    } else {
+        for (size_t r; (r = team_.take(1)) < rows;) prepare_row(i, step, m, r, tiles, thread, true);
+        team_.barrier();
+    }
+
+    const size_t tile = tile_bytes(*m.type, m.cols, kTileRows), panels = panel_count(m.rows), count = tile_count(rows);
+    const size_t tiles_at_once = clamp(kRowBytes / tile, 1, count);
+    const size_t shares = static_cast<size_t>(threads()) * 6;
+    const size_t panels_at_once =
+        clamp(std::min(panels / shares, rows <= kFewRows ? kMostPanels : kPanelBytes / m.stride), 1, kMostPanels);
+    float* products = reinterpret_cast<float*>(private_[thread].data());
+
+    const auto finish = [&](size_t panel, size_t first_row, size_t n, const float* from) {
+        const size_t col = panel * kPanelRows;
+        Epilogue epilogue = {i.bias < 0 ? nullptr : vector(i.bias) + col, static_cast<Activation>(i.activation), nullptr, 0};
+        if (i.b.exists()) {
+            epilogue.residual = at(i.b, first_row) + col;
+            epilogue.residual_stride = widths_[i.b.slot];
+        }
+        compute_.finish(from, n, std::min(kPanelRows, m.rows - col), epilogue, at(i.out, first_row) + col,
+                        widths_[i.out.slot]);
+    };
+    for (size_t first; (first = team_.take(panels_at_once)) < panels;) {
+        const size_t end = std::min(first + panels_at_once, panels);
+        const uint8_t* panel = m.panels + first * m.stride;
+        if (rows <= kFewRows) {
+            compute_.multiply(*m.type, panel, m.stride, end - first, m.cols, tiles, rows, products);
+            for (size_t p = first; p < end; ++p) finish(p, 0, rows, products + (p - first) * rows * kPanelRows);
+            continue;
+        }
+        for (size_t t0 = 0; t0 < count; t0 += tiles_at_once) {
+            for (size_t p = first; p < end; ++p) {
+                for (size_t t = t0; t < std::min(t0 + tiles_at_once, count); ++t) {
+                    const size_t n = std::min(kTileRows, rows - t * kTileRows);
+                    compute_.multiply(*m.type, m.panels + p * m.stride, m.stride, 1, m.cols, tiles + t * tile, n,
+                                      products);
+                    finish(p, t * kTileRows, n, products);
+                }
+            }
+        }
+    }
+}
+
+void Program::attend(const Instruction& i, const Step& step, int thread) {
+    // Every thread builds the same small list; a shared one would need a barrier.
+    thread_local std::vector<AttentionSequence> sequences;
+    sequences.clear();
+    for (const Sequence& s : step.sequences) {
+        sequences.push_back({s.first_row, s.new_rows, s.past, s.cache->capacity, s.cache->keys(i.layer), s.cache->values(i.layer)});
+    }
+    AttentionStep attention = {};
+    attention.cache = step.sequences[0].cache->shape;
+    attention.heads = i.heads;
+    attention.scale = i.scale;
+    attention.queries = at(i.a, 0);
+    attention.new_keys = at(i.b, 0);
+    attention.new_values = at(i.c, 0);
+    attention.stride = widths_[i.a.slot];
+    attention.output = at(i.out, 0);
+    attention.output_stride = widths_[i.out.slot];
+    attention.sequences = sequences.data();
+    attention.count = sequences.size();
+    starscope::attend(attention_, attention, team_, thread, attention_scratch_.data());
+}
+
+double read_bandwidth(const ComputeKernels& compute, int threads, size_t bytes) {
+    Team team(threads);
+    Memory memory(bytes);
+    memory.prefer_large_pages();
+    memset(memory.data(), 1, bytes);
+    const uint64_t* words = reinterpret_cast<const uint64_t*>(memory.data());
+    constexpr size_t kWords = (1 << 20) / sizeof(uint64_t);
+    const size_t count = bytes / sizeof(uint64_t);
+    std::vector<double> seconds;
+    std::atomic<uint64_t> sum{0};
+    for (int pass = 0; pass < 7; ++pass) {
+        const auto began = std::chrono::steady_clock::now();
+        team.run([&](int) {
+            uint64_t part = 0;
+            for (size_t first; (first = team.take(kWords)) < count;) {
+                part += compute.read(words + first, std::min(kWords, count - first));
+            }
+            sum += part;
+        });
+        seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
+    }
+    std::sort(seconds.begin(), seconds.end());
+    return static_cast<double>(bytes) / seconds[seconds.size() / 2];
+}
+
+}  // namespace starscope
