@@ -317,6 +317,26 @@ def test_a_missing_or_mistyped_key_is_named(path: Path, tmp_path: Path, key: str
             starscope.load(edited(path, tmp_path / f"{name}.gguf", change))
 
 
+@pytest.mark.parametrize("version", [u32(1), u32(3), string("2"), None], ids=repr)
+def test_quant_blocks_of_another_version_are_refused(folder: Path, tmp_path: Path, version: Value | None) -> None:
+    def change(metadata: dict[str, Value], tensors: list[OutputTensor]) -> None:
+        if version is None:
+            del metadata["general.quantization_version"]
+        else:
+            metadata["general.quantization_version"] = version
+
+    plain, blocks = (
+        edited(convert(folder, tmp_path / f"{to}.gguf", to=to).out, tmp_path / f"{to}-edited.gguf", change)
+        for to in ("f16", "q8_0")
+    )
+    starscope.load(plain)  # it has none
+    if version is None:
+        starscope.load(blocks)  # nor does it say so: not every writer does
+        return
+    with pytest.raises(UnsupportedError, match=r"general\.quantization_version is .*; starscope reads quant blocks of"):
+        starscope.load(blocks)
+
+
 def test_a_vocabulary_without_tensors_is_no_model(folder: Path, tmp_path: Path) -> None:
     out = convert(folder, tmp_path / "vocab.gguf", vocab_only=True).out
     with pytest.raises(GGUFError, match="no tensors"):

@@ -23,6 +23,7 @@ import numpy as np
 from starscope.checkpoint.bookkeeping import BOOKKEEPING
 from starscope.checkpoint.content import WORDS, cut, is_of, short, typed
 from starscope.errors import CheckpointError, GGUFError, StarscopeError, UnsupportedError
+from starscope.formats import KNOWN_TYPES
 from starscope.gguf import format as gguf_format
 
 if TYPE_CHECKING:
@@ -340,8 +341,12 @@ def read_config(
 def hparams_from_metadata(family: Family, file: GGUFFile) -> HParams:
     """Hyperparameters of a GGUF file. The vocabulary's size is the number of rows of the token embedding.
 
-    GGUFError for what is missing, of another type or out of range, and for keys that contradict the rest.
+    GGUFError for what is missing, of another type or out of range, and for keys that contradict the rest;
+    UnsupportedError for quant blocks of another version than ours.
     """
+    quantized = any(KNOWN_TYPES[info.type_id].block_size > 1 for info in file.tensors.values())
+    if quantized and (problem := gguf_format.blocks_problem(file.metadata.get(gguf_format.BLOCKS_KEY))):
+        raise UnsupportedError(f"{file.path}: {problem}.", hint="Convert the original model again.")
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
     for row in family.hparams:

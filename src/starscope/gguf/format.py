@@ -35,6 +35,8 @@ HEADER_BYTES = 24
 ALIGNMENT_KEY = "general.alignment"
 DEFAULT_ALIGNMENT = 32  # bytes
 MIN_ALIGNMENT, MAX_ALIGNMENT = 8, 1 << 20  # bytes
+BLOCKS_KEY = "general.quantization_version"
+BLOCKS_VERSION = 2  # of ggml's layouts of quant blocks; files of others would be read as nonsense
 
 MAX_TENSORS = 65_536
 MAX_KEYS = 65_536
@@ -236,6 +238,13 @@ def alignment_problem(value: Value) -> str | None:
     if isinstance(alignment, int) and MIN_ALIGNMENT <= alignment <= MAX_ALIGNMENT and alignment.bit_count() == 1:
         return None
     return f"{ALIGNMENT_KEY} is {alignment}; expected a power of two from {MIN_ALIGNMENT} to {MAX_ALIGNMENT}"
+
+
+def blocks_problem(value: Value | None) -> str | None:
+    """What is wrong with the version of a file's quant blocks; nothing where it has none, as files may."""
+    if value is None or value.data == BLOCKS_VERSION:
+        return None
+    return f"{BLOCKS_KEY} is {value!r}; starscope reads quant blocks of version {BLOCKS_VERSION}"
 
 
 def name_problem(name: bytes) -> str | None:
