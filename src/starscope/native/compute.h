@@ -49,6 +49,15 @@ struct ComputeKernels {
     // products[panel][row][16] of a tile with `panels` panels, panel_bytes apart.
     void (*multiply)(const PanelType& type, const uint8_t* panel, size_t panel_bytes, size_t panels, size_t cols,
                      const uint8_t* tile, size_t rows, float* products);
+    // For many rows: columns first .. first+count-1 of a panel (`first` a multiple of 256), its quants unpacked to bytes
+    // once for many tiles, in `part` (part_bytes(type, count); float types are given back as they lie). multiply_part
+    // adds those columns to the products [row][16] of one tile, which it sets for first = 0. Going through all columns
+    // in order gives the bits of `multiply`.
+    size_t (*part_bytes)(const PanelType& type, size_t cols);
+    const uint8_t* (*unpack)(const PanelType& type, const uint8_t* panel, size_t first, size_t count, size_t cols,
+                             uint8_t* part);
+    void (*multiply_part)(const PanelType& type, const uint8_t* part, size_t first, size_t count, size_t cols,
+                          const uint8_t* tile, size_t rows, float* products);
     // out[r][0..cols) for products [rows][16].
     void (*finish)(const float* products, size_t rows, size_t cols, const Epilogue& epilogue, float* out,
                    size_t out_stride);

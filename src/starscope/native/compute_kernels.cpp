@@ -131,7 +131,17 @@ uint64_t read(const uint64_t* words, size_t count) {
 }  // namespace
 
 extern const ComputeKernels compute = {
-    STARSCOPE_TEXT(STARSCOPE_ISA), layer_norm, add, activate, prepare, multiply, finish, read,
+    STARSCOPE_TEXT(STARSCOPE_ISA),
+    layer_norm,
+    add,
+    activate,
+    prepare,
+    multiply,
+    part_bytes,
+    unpack,
+    multiply_part,
+    finish,
+    read,
 };
 
 }  // namespace STARSCOPE_ISA

@@ -12,5 +12,11 @@ int weight_offset(int type_id);
 void multiply(const PanelType& type, const uint8_t* panel, size_t panel_bytes, size_t panels, size_t cols,
               const uint8_t* tile, size_t rows, float* products);
 
+size_t part_bytes(const PanelType& type, size_t cols);
+const uint8_t* unpack(const PanelType& type, const uint8_t* panel, size_t first, size_t count, size_t cols,
+                      uint8_t* part);
+void multiply_part(const PanelType& type, const uint8_t* part, size_t first, size_t count, size_t cols,
+                   const uint8_t* tile, size_t rows, float* products);
+
 }  // namespace STARSCOPE_ISA
 }  // namespace starscope

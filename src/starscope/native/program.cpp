@@ -12,8 +12,12 @@ namespace {
 
 // Rows that every thread prepares for itself: cheaper than a barrier.
 constexpr size_t kFewRows = 2;
-// What a thread works on at a time should stay in its own cache: so many bytes of prepared rows, and of panels.
-constexpr size_t kRowBytes = 384 << 10, kPanelBytes = 256 << 10;
+// Rows for which unpacking a panel first costs less than unpacking it for every tile.
+constexpr size_t kManyRows = 2 * kTileRows;
+// What a thread works on at a time should stay in its own cache: so many columns, of so many bytes of prepared rows, with
+// so many panels.
+constexpr size_t kPartCols = 2048, kRowBytes = 384 << 10, kPartPanels = 8;
+constexpr size_t kMostTiles = 32;
 constexpr size_t kMostPanels = 64;
 constexpr size_t kProducts = kMostPanels * kPanelRows * kFewRows;  // floats; >= kTileRows * kPanelRows
 
@@ -50,19 +54,25 @@ void Program::compile(std::vector<Instruction> instructions, std::vector<size_t>
     arrays_ = arrays;
     bases_.assign(widths_.size(), nullptr);
     private_.clear();
-    size_t bytes = 0;
+    size_t prepared = 0;
+    part_bytes_ = 0;
     for (const Instruction& i : instructions_) {
         if (i.kind != kLinear) continue;
         const Matrix& m = matrices_[i.matrix];
-        bytes = std::max(bytes, tile_bytes(*m.type, m.cols, kFewRows) + m.cols * sizeof(float));
+        prepared = std::max(prepared, tile_bytes(*m.type, m.cols, kFewRows) + m.cols * sizeof(float));
+        part_bytes_ = std::max(part_bytes_, compute_.part_bytes(*m.type, std::min(kPartCols, m.cols)));
     }
-    for (int t = 0; t < threads(); ++t) private_.emplace_back(kProducts * sizeof(float) + bytes);
+    part_at_ = (kProducts * sizeof(float) + prepared + 63) / 64 * 64;
+    part_bytes_ = (part_bytes_ + 63) / 64 * 64;
+    const size_t sums = kPartPanels * kMostTiles * kTileRows * kPanelRows * sizeof(float);
+    for (int t = 0; t < threads(); ++t) private_.emplace_back(part_at_ + part_bytes_ + sums);
 }
 
 void Program::reserve(const Step& step) {
     size_t floats = 0, tiles = 0;
     for (size_t s = arrays_; s < widths_.size(); ++s) floats += widths_[s];
     buffer_.grow(floats * step.rows * sizeof(float));
+    buffer_.prefer_large_pages();
     float* base = reinterpret_cast<float*>(buffer_.data());
     for (size_t s = 0; s < widths_.size(); ++s) {
         bases_[s] = s < arrays_ ? step.arrays[s] : base;
@@ -81,6 +91,7 @@ void Program::reserve(const Step& step) {
         }
     }
     tiles_.grow(tiles);
+    tiles_.prefer_large_pages();
     attention_scratch_.grow(scratch);
 }
 
@@ -153,10 +164,9 @@ void Program::linear(const Instruction& i, const Step& step, int thread) {
     }
 
     const size_t tile = tile_bytes(*m.type, m.cols, kTileRows), panels = panel_count(m.rows), count = tile_count(rows);
-    const size_t tiles_at_once = clamp(kRowBytes / tile, 1, count);
+    const bool many = rows >= kManyRows;
     const size_t shares = static_cast<size_t>(threads()) * 6;
-    const size_t panels_at_once =
-        clamp(std::min(panels / shares, rows <= kFewRows ? kMostPanels : kPanelBytes / m.stride), 1, kMostPanels);
+    const size_t panels_at_once = clamp(panels / shares, 1, many ? kPartPanels : kMostPanels);
     float* products = reinterpret_cast<float*>(private_[thread].data());
 
     const auto finish = [&](size_t panel, size_t first_row, size_t n, const float* from) {
@@ -177,13 +187,38 @@ void Program::linear(const Instruction& i, const Step& step, int thread) {
             for (size_t p = first; p < end; ++p) finish(p, 0, rows, products + (p - first) * rows * kPanelRows);
             continue;
         }
-        for (size_t t0 = 0; t0 < count; t0 += tiles_at_once) {
-            for (size_t p = first; p < end; ++p) {
-                for (size_t t = t0; t < std::min(t0 + tiles_at_once, count); ++t) {
-                    const size_t n = std::min(kTileRows, rows - t * kTileRows);
-                    compute_.multiply(*m.type, m.panels + p * m.stride, m.stride, 1, m.cols, tiles + t * tile, n,
-                                      products);
+        if (!many) {
+            for (size_t t = 0; t < count; ++t) {
+                const size_t n = std::min(kTileRows, rows - t * kTileRows);
+                for (size_t p = first; p < end; ++p) {
+                    compute_.multiply(*m.type, m.panels + p * m.stride, m.stride, 1, m.cols, tiles + t * tile, n, products);
                     finish(p, t * kTileRows, n, products);
+                }
+            }
+            continue;
+        }
+        const size_t part_cols = std::min(kPartCols, m.cols);
+        const size_t tiles_at_once = clamp(kRowBytes / tile_bytes(*m.type, part_cols, kTileRows), 1, kMostTiles);
+        uint8_t* scratch = private_[thread].data() + part_at_;
+        float* sums = reinterpret_cast<float*>(scratch + part_bytes_);
+        for (size_t t0 = 0; t0 < count; t0 += tiles_at_once) {
+            const size_t t1 = std::min(t0 + tiles_at_once, count);
+            const auto sums_of = [&](size_t p, size_t t) {
+                return sums + ((p - first) * kMostTiles + (t - t0)) * kTileRows * kPanelRows;
+            };
+            for (size_t c = 0; c < m.cols; c += part_cols) {
+                const size_t n = std::min(part_cols, m.cols - c);
+                for (size_t p = first; p < end; ++p) {
+                    const uint8_t* part = compute_.unpack(*m.type, m.panels + p * m.stride, c, n, m.cols, scratch);
+                    for (size_t t = t0; t < t1; ++t) {
+                        compute_.multiply_part(*m.type, part, c, n, m.cols, tiles + t * tile,
+                                               std::min(kTileRows, rows - t * kTileRows), sums_of(p, t));
+                    }
+                }
+            }
+            for (size_t t = t0; t < t1; ++t) {
+                for (size_t p = first; p < end; ++p) {
+                    finish(p, t * kTileRows, std::min(kTileRows, rows - t * kTileRows), sums_of(p, t));
                 }
             }
         }

@@ -135,7 +135,8 @@ private:
     size_t arrays_ = 0;
     std::vector<float*> bases_;  // of the slots, in the step being run
     Memory buffer_, tiles_, attention_scratch_;
-    std::vector<Memory> private_;  // of each thread
+    std::vector<Memory> private_;  // of each thread: products, a normalized row, few prepared rows; then for many rows
+    size_t part_at_ = 0, part_bytes_ = 0;  // the unpacked part of a panel, and sums of several panels and tiles
 };
 
 // Bytes read a second by `threads` threads from a buffer of `bytes` bytes, the median of some passes.

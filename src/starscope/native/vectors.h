@@ -66,6 +66,7 @@ inline Sums begin_sums(int32_t from) { return _mm512_set1_epi32(from); }
 inline Lanes to_floats(Sums x) { return _mm512_cvtepi32_ps(x); }
 
 inline Quants load_quants(const void* at) { return _mm512_loadu_si512(at); }
+inline void store_quants(void* at, Quants q) { _mm512_storeu_si512(at, q); }
 inline Quants nibble(const uint8_t* block, int j) {
     const __m512i bytes = _mm512_loadu_si512(block + 64 * (j % 4)), low = _mm512_set1_epi8(15);
     return _mm512_and_si512(j < 4 ? bytes : _mm512_srli_epi16(bytes, 4), low);
@@ -145,6 +146,11 @@ inline Lanes to_floats(Sums x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi3
 inline Quants load_quants(const void* at) {
     const uint8_t* x = static_cast<const uint8_t*>(at);
     return {load256(x), load256(x + 32)};
+}
+inline void store_quants(void* at, Quants q) {
+    __m256i* x = static_cast<__m256i*>(at);
+    _mm256_storeu_si256(x, q.a);
+    _mm256_storeu_si256(x + 1, q.b);
 }
 inline __m256i nibbles(__m256i bytes, int j) {
     return _mm256_and_si256(j < 4 ? bytes : _mm256_srli_epi16(bytes, 4), _mm256_set1_epi8(15));
@@ -272,6 +278,7 @@ inline Quants load_quants(const void* at) {
     __builtin_memcpy(&y, at, sizeof y);
     return y;
 }
+inline void store_quants(void* at, const Quants& q) { __builtin_memcpy(at, &q, sizeof q); }
 inline Quants nibble(const uint8_t* block, int j) {
     Quants y;
     for (int i = 0; i < 64; ++i) y.x[i] = (block[64 * (j % 4) + i] >> (j < 4 ? 0 : 4)) & 15;
