@@ -13,10 +13,12 @@ import json
 import sys
 from pathlib import Path
 
-import llama_cpp
 import numpy as np
+from side_by_side import installed
 
 import starscope
+
+llama_cpp = installed("llama_cpp")
 
 
 def peer_logits(peer: llama_cpp.Llama, ids: list[int]) -> np.ndarray:  # float32 [len(ids) vocab_size]
