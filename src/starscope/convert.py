@@ -1,7 +1,7 @@
 """A Hugging Face folder becomes one GGUF file, tensor by tensor, through a few megabytes of memory.
 
 What goes into the file follows from the folder alone (no path, no time), so the same folder gives the same bytes.
-Norms, biases and positions stay F32; the rest takes the target format, or F16 where its rows are not whole blocks.
+Norms, biases and positions stay F32; `recipes.py` has the format of the rest.
 
     report = convert("starcoderbase-1b", to="q8_0", verify=True)
     print(report.out, report.bytes, report.notes)
@@ -24,12 +24,13 @@ import numpy as np
 from starscope.checkpoint import Checkpoint, WeightFile, open_checkpoint
 from starscope.errors import OutputError, OutputExistsError, UnsupportedError, UsageError, VerificationError
 from starscope.family import Family, HParams, find_family_for_config, metadata_from_hparams, read_config
-from starscope.formats import Bytes, Floats, Format, decode, encode, find_format
+from starscope.formats import Bytes, Floats, Format, decode, encode
 from starscope.gguf.format import Value, string, u32
 from starscope.gguf.reader import read_gguf
 from starscope.gguf.writer import OutputTensor, write_gguf
 from starscope.hub import find_snapshot
 from starscope.mapping import MappedCheckpoint, MappedTensor, map_checkpoint
+from starscope.recipes import choose_formats, file_type_metadata, find_recipe
 from starscope.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]
@@ -37,11 +38,7 @@ Progress = Callable[[int, int], None]
 
 CHUNK_BYTES = 4 << 20
 """Read and encoded at a time: enough for two threads to share, little enough to stay in a core's cache."""
-FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32}
-"""`general.file_type` of a file whose matrices are in a format; also the formats that can be asked for."""
-QUANTIZATION_VERSION = 2  # of ggml's block layouts, those of formats.py
 DEFAULT_TYPE = "f16"
-FALLBACK = "F16"  # for rows that are not whole quant blocks
 HUB_URL = "https://huggingface.co"  # wherever the files were downloaded from: the name is one of that hub
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 LICENSE_KEYS = {
@@ -88,7 +85,7 @@ def convert(
     KeyboardInterrupt included, nothing is left behind.
     """
     began = time.perf_counter()
-    target = target_format(to)
+    recipe = find_recipe(to)
     with open_checkpoint(source, weights=not vocab_only) as checkpoint:
         name = "ggml-vocab" if vocab_only else f"ggml-model-{to.lower()}"
         path = Path(out) if out is not None else checkpoint.folder / f"{name}.gguf"
@@ -98,7 +95,7 @@ def convert(
         notes = list(tokenizer.notes)
         if vocab_only:
             notes += _without_effect(to, expand_mqa)
-            target = target_format(DEFAULT_TYPE)
+            recipe = find_recipe(DEFAULT_TYPE)
         mapped = None if vocab_only else map_checkpoint(checkpoint, allow_unknown)
         if mapped is None:
             family, hp = _read_vocabulary_sizes(checkpoint, tokenizer, allow_unknown)
@@ -109,14 +106,14 @@ def convert(
         tensors, keys = _expanded(mapped, family, hp) if expands else (_tensors(mapped), {})
         if expands and hp.num_kv_heads > 1:
             notes.append(f"every query head has a key head of its own already ({hp.num_kv_heads}); none is repeated.")
-        formats, fallen = choose_formats([(t.slot.gguf, t.slot.always_f32, t.shape) for t in tensors], target)
+        formats, fallen = choose_formats([t.slot for t in tensors], recipe)
         notes += fallen
         pieces = [Piece(tensor, formats[tensor.slot.gguf]) for tensor in tensors]
         metadata = {
             **_general_metadata(checkpoint, family, sum(piece.tensor.slot.parameters for piece in pieces)),
             **metadata_from_hparams(family, hp),
             **keys,
-            **file_type_metadata(target),
+            **file_type_metadata(recipe),
             **tokenizer.to_metadata(hp.vocab_size),
         }
         count = Counter(progress, sum(piece.nbytes for piece in pieces) * (2 if verify else 1))
@@ -129,14 +126,7 @@ def convert(
         parameters = sum(prod(piece.tensor.shape) for piece in pieces)
         notes += watch.notes()
         seconds = time.perf_counter() - began
-        return ConversionReport(path, size, seconds, len(pieces), parameters, family.name, target.name, notes)
-
-
-def target_format(to: str) -> Format:
-    """The format to convert to, by name; UsageError lists those that a whole file can be in."""
-    if to.upper() not in FILE_TYPES:
-        raise UsageError(f"{to} is not a type to convert to; there are: {', '.join(FILE_TYPES)}.")
-    return find_format(to)
+        return ConversionReport(path, size, seconds, len(pieces), parameters, family.name, recipe.name, notes)
 
 
 def check_output(path: Path, force: bool, inputs: Iterable[Path]) -> None:
@@ -149,33 +139,6 @@ def check_output(path: Path, force: bool, inputs: Iterable[Path]) -> None:
         raise OutputExistsError(f"{path} exists.", hint="Use --force to replace it.")
     if path.exists() and any(path.samefile(file) for file in inputs if file.exists()):
         raise UsageError(f"{path} is an input of this conversion; expected another output.")
-
-
-def choose_formats(
-    tensors: Iterable[tuple[str, bool, tuple[int, ...]]], target: Format
-) -> tuple[dict[str, Format], list[str]]:
-    """The format of each tensor (name, always F32, shape), and a note about those that cannot have the target."""
-    chosen: dict[str, Format] = {}
-    fallen: list[str] = []
-    for name, always_f32, shape in tensors:
-        if always_f32:
-            chosen[name] = find_format("F32")
-        elif shape[-1] % target.block_size:
-            chosen[name] = find_format(FALLBACK)
-            fallen.append(name)
-        else:
-            chosen[name] = target
-    listed = ", ".join(fallen[:3]) + (f" and {len(fallen) - 3} more" if len(fallen) > 3 else "")
-    notes = [f"rows that are not whole blocks of {target.block_size} are {FALLBACK}: {listed}."] if fallen else []
-    return chosen, notes
-
-
-def file_type_metadata(target: Format) -> dict[str, Value]:
-    """The keys that say what format a file's matrices are in."""
-    return {
-        "general.file_type": u32(FILE_TYPES[target.name]),
-        "general.quantization_version": u32(QUANTIZATION_VERSION),
-    }
 
 
 def encode_checked(name: str, format_: Format, values: Floats) -> Bytes:

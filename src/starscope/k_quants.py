@@ -235,7 +235,7 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
         "Q4_K": Codec(_decode_q4_k, _encode_q4_k, halves=(0, 4)),
         "Q5_K": Codec(_decode_q5_k, _encode_q5_k, halves=(0, 4)),
         "Q6_K": Codec(_decode_q6_k, _encode_q6_k, halves=(208, 210)),
-        "Q2_K": Codec(_decode_q2_k),
-        "Q3_K": Codec(_decode_q3_k),
+        "Q2_K": Codec(_decode_q2_k, halves=(80, 84)),
+        "Q3_K": Codec(_decode_q3_k, halves=(108, 110)),
     }
 )

@@ -1,7 +1,6 @@
 """A GGUF file with its weights stored in another format: smaller, or decoded again.
 
-Which tensors take the format is the family's to say, as in a conversion: matrices do, positions and vectors stay F32.
-Everything else in the file is copied as it is.
+Which format each tensor takes is for `recipes.py` to say, as in a conversion. Everything else is copied as it is.
 
     report = quantize("model-f16.gguf", "model-q8_0.gguf", to="q8_0")
 """
@@ -13,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,19 +22,18 @@ from starscope.convert import (
     CHUNK_BYTES,
     ConversionReport,
     Counter,
+    FiniteWatch,
     Progress,
     check_output,
-    choose_formats,
     encode_checked,
-    file_type_metadata,
-    target_format,
 )
 from starscope.errors import CheckpointError, GGUFError, UnsupportedError
-from starscope.family import Family, find_family_of_file, hparams_from_metadata
-from starscope.formats import Bytes, Format, decode
+from starscope.family import Family, Slot, find_family_of_file, hparams_from_metadata
+from starscope.formats import Bytes, Format, decode, find_format
 from starscope.gguf.format import Value
 from starscope.gguf.reader import GGUFFile, TensorInfo, read_gguf
 from starscope.gguf.writer import OutputTensor, write_gguf
+from starscope.recipes import choose_formats, file_type_metadata, find_recipe
 
 SPLIT_PREFIX = "split."  # keys of a file in parts; the output is whole
 EXACT = ("F32", "F16", "BF16")  # formats that are not quantized
@@ -48,33 +47,37 @@ def quantize(
     force: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
-    """Write the model of the GGUF file `source`, which may be in parts, to `out` in the format `to`.
+    """Write the model of the GGUF file `source`, which may be in parts, to `out` as `to`,
+    a format or a mixture of them.
 
     Raises OutputExistsError unless `force`, UsageError when `out` is the source, GGUFError for a source that
     contradicts itself, UnsupportedError for formats that are not decoded, DoesNotFitError and OutputError for the
     disk. Whatever is raised, KeyboardInterrupt included, nothing is left behind.
     """
     began = time.perf_counter()
-    target, path = target_format(to), Path(out)
+    recipe, path = find_recipe(to), Path(out)
     with read_gguf(source) as file, ExitStack() as closing_later:
         check_output(path, force, inputs=file.paths)
         family = find_family_of_file(file)
-        f32_only = _always_f32(file, family)
+        formats, notes = choose_formats(_slots(file, family), recipe)
         infos = list(file.tensors.values())
-        formats, notes = choose_formats([(info.name, f32_only[info.name], info.shape) for info in infos], target)
         notes += _requantized(infos, formats)
         metadata: dict[str, Value] = {
             **{key: value for key, value in file.metadata.items() if not key.startswith(SPLIT_PREFIX)},
-            **file_type_metadata(target),
+            **file_type_metadata(recipe),
         }
         parts = [closing_later.enter_context(closing(WeightFile(part))) for part in file.paths]
         pieces = [StoredPiece(parts[info.part], info, formats[info.name]) for info in infos]
         count = Counter(progress, sum(piece.format.nbytes(piece.info.shape) for piece in pieces))
-        outputs = [OutputTensor(p.info.name, p.info.shape, p.format, count.counted(p.chunks)) for p in pieces]
+        watch = FiniteWatch()
+        outputs = [
+            OutputTensor(p.info.name, p.info.shape, p.format, count.counted(partial(p.chunks, watch))) for p in pieces
+        ]
         size = write_gguf(path, metadata, outputs, force=force)
+        notes += watch.notes()
         parameters = sum(int(np.prod(info.shape)) for info in infos)
         seconds = time.perf_counter() - began
-        return ConversionReport(path, size, seconds, len(pieces), parameters, family.name, target.name, notes)
+        return ConversionReport(path, size, seconds, len(pieces), parameters, family.name, recipe.name, notes)
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class StoredPiece:
     info: TensorInfo
     format: Format
 
-    def chunks(self) -> Iterator[Bytes]:
+    def chunks(self, watch: FiniteWatch) -> Iterator[Bytes]:
         """The tensor's bytes in order: as stored where the format stays, decoded and encoded where it does not."""
         row_bytes = self.info.nbytes // self.info.rows
         step = max(1, CHUNK_BYTES // row_bytes)
@@ -98,10 +101,20 @@ class StoredPiece:
             if self.info.format == self.format:
                 raw = np.empty_like(raw)  # it is handed over, so the next chunk needs a place of its own
             self._read(raw, self.info.offset + start * row_bytes)
+            self._look(watch, raw)
             if self.info.format == self.format:
                 yield raw
             else:
                 yield encode_checked(self.info.name, self.format, decode(_decodable(self.info), raw))
+
+    def _look(self, watch: FiniteWatch, raw: Bytes) -> None:
+        """Numbers that are not finite are found in a quantized tensor by the scales of its quant blocks."""
+        stored = _decodable(self.info)
+        if stored.name in EXACT:
+            watch.look(self.info.name, stored, raw)
+        else:
+            scales = raw.reshape(-1, stored.block_bytes)[:, slice(*stored.halves)]
+            watch.look(self.info.name, find_format("F16"), np.ascontiguousarray(scales))
 
     def _read(self, raw: Bytes, offset: int) -> None:
         try:
@@ -118,8 +131,8 @@ def _decodable(info: TensorInfo) -> Format:
     return info.format
 
 
-def _always_f32(file: GGUFFile, family: Family) -> dict[str, bool]:
-    """Whether each tensor stays F32. GGUFError for a tensor that the family does not know or lacks."""
+def _slots(file: GGUFFile, family: Family) -> list[Slot]:
+    """The family's tensors that the file has. GGUFError for one that the family does not know or lacks."""
     if not file.tensors:
         raise GGUFError(f"{file.path} has a vocabulary and no tensors; expected a whole model.")
     slots = {slot.gguf: slot for slot in family.slots(hparams_from_metadata(family, file))}
@@ -133,7 +146,7 @@ def _always_f32(file: GGUFFile, family: Family) -> dict[str, bool]:
     missing = [name for name, slot in slots.items() if name not in file.tensors and slot.tied_to is None]
     if missing:
         raise GGUFError(f"{file.path} has no tensor {missing[0]}; {family.name} needs it.")
-    return {name: slots[name].always_f32 for name in file.tensors}
+    return [slot for name, slot in slots.items() if name in file.tensors]
 
 
 def _requantized(infos: list[TensorInfo], formats: dict[str, Format]) -> list[str]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 FIRST_TYPES = {"0": "f32", "1": "f16"}  # how the first converter for this family numbered its types
 DEFAULT_TYPE = "f16"
+TYPES = "f32, f16, bf16, q8_0, q6_k, q5_k_m, q5_k_s, q5_1, q5_0, q4_k_m, q4_k_s, q4_1, q4_0"
 
 
 @click.command()
@@ -28,7 +29,7 @@ DEFAULT_TYPE = "f16"
     "--outtype",
     "to",
     metavar="TYPE",
-    help="f32, f16 (default), bf16, q8_0, q5_1, q5_0, q4_1, q4_0; in any case.",
+    help=f"{TYPES}; in any case. Default: f16.",
 )
 @click.option("--vocab-only", is_flag=True, help="Write the sizes and the vocabulary, without weights.")
 @click.option("--expand-mqa", is_flag=True, help="Repeat the one key and value head for every query head.")
@@ -56,16 +57,17 @@ def convert(
     folder as ggml-model-TYPE.gguf; for a hub name, where you are, as name-TYPE.gguf. TYPE may stand behind SRC instead
     of --to, and be 0 (f32) or 1 (f16).
     """
-    from starscope.convert import check_output, target_format
+    from starscope.convert import check_output
     from starscope.convert import convert as run
     from starscope.hub import fetch_folder, find_name
+    from starscope.recipes import find_recipe
 
     session: Session = ctx.obj
     chosen = chosen_type(type_, to)
     folder = Path(source)
     if (name := find_name(source)) is not None:
         out = out or f"{name.repo.rpartition('/')[2]}-{'vocab' if vocab_only else chosen.lower()}.gguf"
-        target_format(chosen)
+        find_recipe(chosen)
         check_output(Path(out), force, inputs=())  # before anything is downloaded
         folder = fetch_folder(name, weights=not vocab_only)
     with byte_progress(session, "converting") as progress:
@@ -95,7 +97,7 @@ def chosen_type(positional: str | None, option: str | None) -> str:
 @click.command()
 @click.argument("source", metavar="IN", type=PATH)
 @click.argument("out", metavar="OUT", type=PATH)
-@click.option("--to", required=True, metavar="TYPE", help="f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0; in any case.")
+@click.option("--to", required=True, metavar="TYPE", help=f"{TYPES}; in any case.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @json_option
 @everywhere
@@ -103,7 +105,8 @@ def chosen_type(positional: str | None, option: str | None) -> str:
 def quantize(ctx: click.Context, source: str, out: str, to: str, force: bool) -> None:
     """Store a GGUF file's weights in another format.
 
-    Norms, biases and positions stay F32; all other keys are kept as they are.
+    Norms, biases and positions stay F32; all other keys are kept as they are. q4_k_m and the like are llama.cpp's
+    mixtures: more bits for some of the matrices.
     """
     from starscope.model import find_model
     from starscope.quantize import quantize as run

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from starscope.convert import choose_formats, encode_checked, file_type_metadata, size_label, target_format
+from starscope.convert import encode_checked, size_label
 from starscope.engine import make_engine
 from starscope.engine.weights import ArraySource, Weights, open_weights
 from starscope.errors import VerificationError
@@ -18,6 +18,7 @@ from starscope.family import hparams_from_metadata, metadata_from_hparams
 from starscope.formats import Bytes, decode
 from starscope.gguf import OutputTensor, read_gguf, string, write_gguf
 from starscope.graph import Graph, record
+from starscope.recipes import choose_formats, file_type_metadata, find_recipe
 from starscope.tokenizer import Tokenizer
 
 ULP = 2.0**-23
@@ -43,8 +44,8 @@ def write_model(
     """
     family, hp = graph.family, graph.hp
     slots = [slot for slot in family.slots(hp) if slot.name in weights]
-    target = target_format(to)
-    formats, _ = choose_formats([(slot.gguf, slot.always_f32, slot.shape) for slot in slots], target)
+    recipe = find_recipe(to)
+    formats, _ = choose_formats(slots, recipe)
     raw: dict[str, Bytes] = {}
     rounded: dict[str, np.ndarray] = {}
     for slot in slots:
@@ -61,7 +62,7 @@ def write_model(
     metadata = {
         **{key: string(text) for key, text in texts.items()},
         **metadata_from_hparams(family, hp),
-        **file_type_metadata(target),
+        **file_type_metadata(recipe),
         **tokenizer.to_metadata(hp.vocab_size),
     }
     outputs = [
