@@ -100,7 +100,7 @@ class MappedCheckpoint:
         return self.tensors[slot.name].read_selected(rows)
 
     def read_stored(self, slot: Slot, start: int, stop: int, into: Bytes) -> Bytes:
-        """Rows start to stop as the folder stores them, in our order: uint8 [rows row_bytes], in `into` where it can."""
+        """Rows start to stop as the folder stores them, in our order: uint8 [rows row_bytes], in `into` (flat)."""
         return self.tensors[slot.name].read_raw(start, stop, into)
 
 

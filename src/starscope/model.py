@@ -26,7 +26,7 @@ from starscope import infill
 from starscope.batching import generate_batch, of_prompt
 from starscope.cache import Cache
 from starscope.checkpoint import open_checkpoint
-from starscope.engine import Engine, Weights, make_engine
+from starscope.engine import Engine, Weights, choose_engine, make_engine
 from starscope.engine.weights import open_weights
 from starscope.errors import (
     CheckpointError,
@@ -355,9 +355,9 @@ def load(
     context_length: int | None = None,
     threads: int | None = None,
 ) -> Model:
-    """Load a model and get it ready to run. Weights are decoded when they are first used.
+    """Load a model and get it ready to run.
 
-    `engine` is auto, numpy or torch; `device` anything that torch knows, for the torch engine. `context_length`
+    `engine` is auto, native, torch or numpy; `device` anything that torch knows, for the torch engine. `context_length`
     lowers the number of positions, `threads` sets the cores used. Raises InputError when there is no such model,
     GGUFError or CheckpointError for content that does not fit together, UnsupportedError for what it does not do.
     """
@@ -365,6 +365,9 @@ def load(
     path = find_model(model)
     family, hp, weights, tokenizer, notes = _open_folder(path) if path.is_dir() else _open_file(path)
     graph = record(family, hp)
+    if engine == "auto":
+        engine, note = choose_engine(device)
+        notes += [note] if note else []
     made = make_engine(engine, graph, weights, device=device, context_length=context_length, threads=threads)
     return Model(path, weights, tokenizer, made, notes, time.perf_counter() - began)
 

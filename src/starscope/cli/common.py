@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-ENGINE_NAMES = ("auto", "torch", "numpy")
+ENGINE_NAMES = ("auto", "native", "torch", "numpy")
 
 
 class PathName(click.Path):
@@ -183,9 +183,24 @@ def check_context(_ctx: click.Context, _parameter: click.Parameter, value: int |
     return value
 
 
+def use_isa(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> None:
+    """Have the compiled module use one instruction set from now on."""
+    if value is not None:
+        from starscope import native
+
+        native.use_isa(value)
+
+
 def engine_options(function: F) -> F:
-    """--engine, --device, --ctx and --threads, as `engine`, `device`, `ctx_length` and `threads`."""
+    """--engine, --device, --ctx and --threads, as `engine`, `device`, `ctx_length` and `threads`; and --isa."""
     for option in (
+        click.option(
+            "--isa",
+            callback=use_isa,
+            expose_value=False,
+            metavar="NAME",
+            help="Instruction set of the native engine (default: the best that this machine has; see doctor).",
+        ),
         click.option(
             "-t", "--threads", type=int, callback=check_threads, metavar="N", help="Cores to use (default: all)."
         ),

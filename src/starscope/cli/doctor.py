@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import platform
 import sys
-from pathlib import Path
 from typing import Any
 
 import click

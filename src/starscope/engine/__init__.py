@@ -8,7 +8,7 @@ cache = engine.new_cache()
 
 from __future__ import annotations
 
-from starscope.engine.base import ENGINES, Engine, make_engine
+from starscope.engine.base import ENGINES, Engine, choose_engine, make_engine
 from starscope.engine.weights import Weights
 
-__all__ = ["ENGINES", "Engine", "Weights", "make_engine"]
+__all__ = ["ENGINES", "Engine", "Weights", "choose_engine", "make_engine"]

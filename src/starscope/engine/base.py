@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from starscope import native
 from starscope.cache import Cache
 from starscope.errors import ContextOverflowError, InvalidContentError, UnsupportedError, UsageError
 from starscope.graph import Graph
@@ -155,6 +156,19 @@ ENGINES: Mapping[str, tuple[str, str, str]] = {
 MAX_THREADS = 4096
 
 
+def choose_engine(device: str) -> tuple[str, str | None]:
+    """The engine for a device when none is asked for, and a line to say when it is not the fastest there could be.
+
+    The native one on the CPU; without the compiled module torch, or else NumPy. torch for any other device.
+    """
+    if device not in ("auto", "cpu"):
+        return "torch", None
+    if native.kernels() is not None:
+        return "native", None
+    name = "torch" if importlib.util.find_spec("torch") is not None else "numpy"
+    return name, f"the {name} engine runs it: the native one is not in this installation ({native.why_missing()})."
+
+
 def make_engine(
     name: str,
     graph: Graph,
@@ -164,18 +178,18 @@ def make_engine(
     context_length: int | None = None,
     threads: int | None = None,
 ) -> Engine:
-    """An engine for a graph. "auto" takes NumPy on the CPU and torch for any other device.
+    """An engine for a graph. "auto" takes what `choose_engine` says.
 
     `context_length` limits the positions (default: all of the model's); `threads` the cores used.
     """
     if not isinstance(device, str) or not device:
         raise UsageError(f"device is {device!r}; expected auto, cpu, cuda, cuda:1, ...")
     if name == "auto":
-        name = "numpy" if device in ("auto", "cpu") else "torch"
+        name, _ = choose_engine(device)
     if name not in ENGINES:
         raise UsageError(f"engine {name!r} is unknown; expected auto, {', '.join(ENGINES)}.")
-    if name == "numpy" and device not in ("auto", "cpu"):
-        raise UsageError(f"the numpy engine runs on the CPU; device {device!r} needs the torch engine.")
+    if name != "torch" and device not in ("auto", "cpu"):
+        raise UsageError(f"the {name} engine runs on the CPU; device {device!r} needs the torch engine.")
     limit = graph.hp.context_length
     if context_length is not None and (not _is_count(context_length) or context_length < 1):
         raise UsageError(f"the context is {context_length}; expected a number of tokens, 1 to {limit}.")

@@ -8,6 +8,8 @@ for bit: not on the batch, on how a prompt is cut, or on the number of threads.
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -51,7 +53,6 @@ class NativeEngine:
         device: str = "cpu",
         context_length: int | None = None,
         threads: int | None = None,
-        isa: str | None = None,
     ) -> None:
         module = native.kernels()
         if module is None:
@@ -62,8 +63,8 @@ class NativeEngine:
         self.graph, self.weights, self.device = graph, weights, device
         self.context_length = context_length or graph.hp.context_length
         self.threads = threads or usable_cores()
-        self.isa = find_isa(module, isa)
-        self._module = module
+        self.isa = str(module.isa())
+        self._module, self._running = module, threading.Lock()  # a program runs one step at a time
         self._computes = set(module.computes())
         self._check_memory()
         try:
@@ -82,7 +83,9 @@ class NativeEngine:
                 self.weights.half_cache, hp.num_layers, hp.num_kv_heads, hp.head_dim, self.context_length
             )
         except MemoryError:
-            raise DoesNotFitError("there is not enough memory for keys and values.", hint="Lower the context.") from None
+            raise DoesNotFitError(
+                "there is not enough memory for keys and values.", hint="Lower the context."
+            ) from None
         return NativeCache(self.context_length, stored)
 
     def prepare(self) -> None:
@@ -117,13 +120,14 @@ class NativeEngine:
             arrays.append(np.ascontiguousarray(value, np.float32))
         wanted = np.ascontiguousarray(batch.wanted[begin:end] - start)
         arrays.append(logits[begin:end])
-        self._program.run(0, len(self._program), stop - start, wanted, pieces, arrays)
+        with self._running:
+            self._program.run(0, len(self._program), stop - start, wanted, pieces, arrays)
 
     def _vector(self, name: str) -> int:
         """A bias or a norm's weight in the module: its number."""
         if name not in self._vectors:
             values = np.ascontiguousarray(self.weights[name], np.float32)
-            self._vectors[name] = self._program.add_vector(values)
+            self._vectors[name] = int(self._program.add_vector(values))
             self.weights.forget(name)
         return self._vectors[name]
 
@@ -134,7 +138,7 @@ class NativeEngine:
         rows, cols = self.weights.slots[name].shape
         stored = find_format(self.weights.format_name(name))
         computed = stored.type_id in self._computes
-        number = self._program.add_matrix(stored.type_id if computed else F32, rows, cols)
+        number: int = self._program.add_matrix(stored.type_id if computed else F32, rows, cols)
         step = max(PANEL_ROWS, READ_BYTES // stored.row_bytes(cols) // PANEL_ROWS * PANEL_ROWS)
 
         def fill(start: int) -> None:
@@ -160,18 +164,9 @@ class NativeEngine:
                 kept = stored if stored.type_id in self._computes else find_format("F32")
                 needed += kept.nbytes(slot.shape)
         found = memory()
-        free = min((found[key] for key in ("available", "cgroup_limit") if found[key] is not None), default=None)
-        if free is not None and needed > free:
+        free = min(size for size in (found["available"], found["cgroup_limit"], sys.maxsize) if size is not None)
+        if needed > free:
             raise DoesNotFitError(
                 f"the weights need {needed / 1e9:.1f} GB of memory; {free / 1e9:.1f} GB are free.",
                 hint="Quantize the model to a smaller type, or free some memory.",
             )
-
-
-def find_isa(module: Any, isa: str | None) -> str:
-    """The instruction set to use: the one asked for, or the one that the module has chosen."""
-    if isa is None:
-        return str(module.isa())
-    if isa not in module.isas():
-        raise UnsupportedError(f"the instruction set {isa!r} cannot be used here; expected {', '.join(module.isas())}.")
-    return isa

@@ -1,9 +1,9 @@
 """From a graph to the instructions of the native module: which operations become one, and where values lie.
 
-A normalization goes with the linear layer that reads it, the activation and the residual sum after a layer with that
-layer, the operations of attention with one another: wherever nothing else reads what is between them. Splitting and
-merging heads move nothing, they are other views of the same columns. Every other value gets a slot: some columns of each
-row in one buffer, given on to a later value once nothing reads it any more.
+A normalization goes with the linear layer that reads it, an activation and a residual sum with the layer before them,
+the operations of attention with one another: wherever nothing else reads what is between them. Splitting and merging
+heads move nothing, they are other views of the same columns. Every other value gets a slot, some columns of each row in
+one buffer, which is given on to a later value once nothing reads it any more.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Compiler:
             self.done.add(activation.index)
         residual = self._follower(out, ("add",))
         other = next((edge for edge in residual.inputs if edge != out), None) if residual else None
-        if residual and other in self.places and not self.places_are_arrays(other):
+        if residual and other in self.places and not self._comes_in(other):
             fields["b"] = self._read(other)
             out = residual.outputs[0]
             self.done.add(residual.index)
@@ -211,7 +211,7 @@ class Compiler:
 
     # Where values lie.
 
-    def places_are_arrays(self, edge: int) -> bool:
+    def _comes_in(self, edge: int) -> bool:
         return self.slots[self.places[edge].slot].array
 
     def _new_slot(self, edge: int, *, array: bool = False) -> Place:

@@ -40,7 +40,7 @@ class Group:
     count: int
     new: int
     past: int
-    cache: Cache | None
+    cache: ArrayCache | None
 
 
 @dataclass(frozen=True)

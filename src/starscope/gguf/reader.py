@@ -237,7 +237,7 @@ class _Part:
 
     def read_into(self, offset: int, into: Bytes) -> None:
         """Fill `into` with the file's bytes from `offset` on."""
-        at, left = offset, memoryview(into).cast("B")
+        at, left = offset, memoryview(into.data).cast("B")
         while left:
             try:
                 count = os.preadv(self._descriptor, [left], at)
@@ -468,7 +468,10 @@ class _Part:
 
 
 def _map_file(path: Path) -> tuple[mmap.mmap, int]:
-    """The file, mapped read-only, and its descriptor. InputError when it cannot be read or is no regular file; GGUFError when too short."""
+    """The file, mapped read-only, and its descriptor.
+
+    InputError when it cannot be read or is no regular file; GGUFError when it is too short.
+    """
     flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         descriptor = os.open(path, flags)  # O_NONBLOCK: a pipe without a writer would wait for ever

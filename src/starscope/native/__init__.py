@@ -1,7 +1,7 @@
 """The compiled kernels, if this installation has them.
 
-The C++ beside this file is built into `_kernels` when the package is installed on a machine with a compiler. Everything
-that it computes, NumPy computes too, to the same bits; a caller asks once and goes on either way:
+The C++ beside this file is built into `_kernels` when the package is installed on a machine with a compiler: codecs,
+which NumPy computes too, to the same bits, and the native engine's program. A caller asks once and goes on either way:
 
     compiled = native.kernels()
     if compiled is not None:
@@ -13,6 +13,8 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+
+from starscope.errors import UnsupportedError
 
 
 @cache
@@ -26,6 +28,21 @@ def _load() -> tuple[ModuleType | None, str | None]:
 def kernels() -> ModuleType | None:
     """The compiled module, or None when it was not built or cannot be loaded."""
     return _load()[0]
+
+
+def use_isa(name: str) -> None:
+    """Use another instruction set than the best one from now on, for codecs and for engines made afterwards.
+
+    UnsupportedError for one that this machine or installation does not have.
+    """
+    module = kernels()
+    if module is None:
+        raise UnsupportedError(f"there is no instruction set to choose: {why_missing()}.")
+    if name not in module.isas():
+        raise UnsupportedError(
+            f"the instruction set {name!r} cannot be used here; expected one of {', '.join(module.isas())}."
+        )
+    module.set_isa(name)
 
 
 def why_missing() -> str | None:
