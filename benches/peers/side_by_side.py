@@ -139,7 +139,8 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # it had ended before it read all
+                pipe.close()
         self.process.wait()
 
     def call(self, name: str, *args: Any) -> Any:
