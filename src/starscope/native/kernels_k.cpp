@@ -368,15 +368,15 @@ void decode_q6_k(const uint8_t* __restrict packed, float* __restrict values, siz
     const BlockQ6_K* __restrict in = reinterpret_cast<const BlockQ6_K*>(packed);
     for (size_t b = 0; b < blocks; ++b) {
         const float scale = float_from_half(in[b].scale);
-        for (int run = 0; run < 8; ++run, values += 32) {  // of 32 values: two groups
-            const uint8_t* low = in[b].low + run / 4 * 64 + run % 2 * 32;
-            const uint8_t* high = in[b].high + run / 4 * 32;
-            const int low_shift = run % 4 / 2 * 4, high_shift = run % 4 * 2;
-            const float scales[2] = {scale * static_cast<float>(in[b].scales[2 * run]),
-                                     scale * static_cast<float>(in[b].scales[2 * run + 1])};
-            for (int i = 0; i < 32; ++i) {
+        for (int g = 0; g < kBatch; ++g, values += kSmallGroup) {
+            const int half = g / 8, run = g % 8 / 2;  // of 128 values, and of 32 within them
+            const uint8_t* low = in[b].low + 64 * half + run % 2 * 32 + g % 2 * kSmallGroup;
+            const uint8_t* high = in[b].high + 32 * half + g % 2 * kSmallGroup;
+            const float group_scale = scale * static_cast<float>(in[b].scales[g]);
+            const int low_shift = run / 2 * 4, high_shift = run * 2;
+            for (int i = 0; i < kSmallGroup; ++i) {
                 const int32_t quant = (low[i] >> low_shift & 15) | ((high[i] >> high_shift & 3) << 4);
-                values[i] = scales[i / 16] * static_cast<float>(quant - 32);
+                values[i] = group_scale * static_cast<float>(quant - 32);
             }
         }
     }

@@ -19,28 +19,6 @@ inline void store32(uint8_t* bytes, uint32_t word) { memcpy(bytes, &word, sizeof
 
 constexpr uint32_t kLow = 0x0f0f0f0fu;
 
-// 32 quants of one row, a byte each -> its nibbles in a block of the panel.
-void pack_nibbles(const uint8_t* quants, size_t row, uint8_t* block) {
-    for (int i = 0; i < 4; ++i) {
-        const uint32_t low = load32(quants + 4 * i) & kLow, high = load32(quants + 16 + 4 * i) & kLow;
-        store32(block + 64 * i + 4 * row, low | (high << 4));
-    }
-}
-
-void pack_fifth_bits(const uint8_t* quants, size_t row, uint8_t* block) {
-    uint32_t bits = 0;
-    for (int j = 0; j < 8; ++j) bits |= ((load32(quants + 4 * j) >> 4) & 0x01010101u) << j;
-    store32(block + 4 * row, bits);
-}
-
-void pack_upper_bits(const uint8_t* quants, size_t row, uint8_t* block) {
-    for (int half = 0; half < 2; ++half) {
-        uint32_t bits = 0;
-        for (int j = 0; j < 4; ++j) bits |= ((load32(quants + 16 * half + 4 * j) >> 4) & 0x03030303u) << (2 * j);
-        store32(block + 64 * half + 4 * row, bits);
-    }
-}
-
 void pack_q4_0(const uint8_t* source, size_t row, size_t blocks, uint8_t* panel) {
     for (size_t b = 0; b < blocks; ++b, source += sizeof(BlockQ4_0)) {
         const size_t in_group = std::min(blocks - b / kGroupBlocks * kGroupBlocks, kGroupBlocks), i = b % kGroupBlocks;
@@ -72,56 +50,76 @@ inline void scale_and_minimum(const uint8_t* packed, int j, uint8_t* scale, uint
     }
 }
 
-// Q4_K, and Q5_K, which has the fifth bits before the nibbles.
+// Two blocks from 32 bytes: their lower halves are the quants of one, their upper halves those of the next.
+inline void pack_pair(const uint8_t* bytes, size_t row, uint8_t* one, uint8_t* next) {
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t a = load32(bytes + 4 * i), b = load32(bytes + 16 + 4 * i);
+        store32(one + 64 * i + 4 * row, (a & kLow) | ((b & kLow) << 4));
+        store32(next + 64 * i + 4 * row, ((a >> 4) & kLow) | (b & ~kLow));
+    }
+}
+
+// Q4_K, and Q5_K, which has the fifth bits before the nibbles: bit b of byte i is of value i of block b.
 void pack_q45_k(const uint8_t* source, size_t row, size_t blocks, uint8_t* panel, bool five) {
-    const size_t source_bytes = five ? 176 : 144, group_bytes = five ? 2880 : 2368;
-    for (size_t s = 0; s < blocks / kGroupBlocks; ++s, source += source_bytes, panel += group_bytes) {
+    const size_t source_bytes = five ? 176 : 144, block_bytes = five ? 320 : 256;
+    for (size_t s = 0; s < blocks / kGroupBlocks; ++s, source += source_bytes, panel += 320 + 8 * block_bytes) {
         memcpy(panel + 2 * row, source, 2);
         memcpy(panel + 32 + 2 * row, source + 2, 2);
-        const uint8_t* bits = source + 16;
-        const uint8_t* nibbles = source + (five ? 48 : 16);
         for (int b = 0; b < 8; ++b) {
             scale_and_minimum(source + 4, b, panel + 64 + 16 * b + row, panel + 192 + 16 * b + row);
-            uint8_t quants[32];
-            for (int i = 0; i < 32; ++i) {
-                quants[i] = (nibbles[32 * (b / 2) + i] >> (4 * (b % 2))) & 15;
-                if (five) quants[i] |= ((bits[i] >> b) & 1) << 4;
-            }
-            uint8_t* block = panel + 320 + (five ? 320 : 256) * b;
-            pack_nibbles(quants, row, block);
-            if (five) pack_fifth_bits(quants, row, block + 256);
+        }
+        for (int b = 0; b < 8; b += 2) {
+            uint8_t* block = panel + 320 + b * block_bytes;
+            pack_pair(source + (five ? 48 : 16) + 16 * b, row, block, block + block_bytes);
+        }
+        for (int b = 0; five && b < 8; ++b) {
+            uint32_t bits = 0;
+            for (int j = 0; j < 8; ++j) bits |= ((load32(source + 16 + 4 * j) >> b) & 0x01010101u) << j;
+            store32(panel + 320 + b * block_bytes + 256 + 4 * row, bits);
         }
     }
 }
 
+// Of each 128 values: 64 bytes of lower halves (blocks 0 and 1, then 2 and 3 in the upper halves of the same bytes), and
+// 32 bytes of upper bits, two for each of the four blocks.
 void pack_q6_k(const uint8_t* source, size_t row, size_t blocks, uint8_t* panel) {
+    constexpr size_t kBlock = 384;
     for (size_t s = 0; s < blocks / kGroupBlocks; ++s, source += 210, panel += 3392) {
-        const uint8_t *low = source, *high = source + 128, *scales = source + 192;
         memcpy(panel + 2 * row, source + 208, 2);
-        for (int g = 0; g < 16; ++g) panel[32 + 16 * g + row] = scales[g];
-        for (int b = 0; b < 8; ++b) {
-            // Of each 128 values: 32 at a time, lower halves of the bytes first; two upper bits a value.
-            const uint8_t* l = low + 64 * (b / 4) + 32 * (b % 2);
-            const uint8_t* h = high + 32 * (b / 4);
-            const int nibble = 4 * (b % 4 / 2), shift = 2 * (b % 4);
-            uint8_t quants[32];
-            for (int i = 0; i < 32; ++i) quants[i] = ((l[i] >> nibble) & 15) | (((h[i] >> shift) & 3) << 4);
-            pack_nibbles(quants, row, panel + 320 + 384 * b);
-            pack_upper_bits(quants, row, panel + 320 + 384 * b + 256);
+        for (int g = 0; g < 16; ++g) panel[32 + 16 * g + row] = source[192 + g];
+        for (int half = 0; half < 2; ++half) {
+            uint8_t* block = panel + 320 + 4 * half * kBlock;
+            const uint8_t *low = source + 64 * half, *high = source + 128 + 32 * half;
+            pack_pair(low, row, block, block + 2 * kBlock);
+            pack_pair(low + 32, row, block + kBlock, block + 3 * kBlock);
+            for (int b = 0; b < 4; ++b) {
+                for (int v = 0; v < 2; ++v) {
+                    uint32_t bits = 0;
+                    for (int j = 0; j < 4; ++j) {
+                        bits |= ((load32(high + 16 * v + 4 * j) >> (2 * b)) & 0x03030303u) << (2 * j);
+                    }
+                    store32(block + b * kBlock + 256 + 64 * v + 4 * row, bits);
+                }
+            }
         }
     }
 }
 
 template <typename T>
 void pack_floats(const uint8_t* source, size_t row_bytes, size_t rows, size_t cols, uint8_t* panel) {
-    T* out = reinterpret_cast<T*>(panel);
-    constexpr size_t kStrip = 64;  // columns at a time, so that what is read stays in the cache until it is used up
-    for (size_t first = 0; first < cols; first += kStrip) {
-        const size_t end = std::min(first + kStrip, cols);
-        for (size_t r = 0; r < rows; ++r) {
-            const uint8_t* in = source + r * row_bytes;
-            for (size_t c = first; c < end; ++c) memcpy(out + c * kPanelRows + r, in + c * sizeof(T), sizeof(T));
+    const size_t whole = rows == kPanelRows ? cols / 8 * 8 : 0;
+    for (size_t c = 0; c < whole; c += 8, panel += 8 * kPanelRows * sizeof(T)) {
+        T block[8][kPanelRows];  // a small transposition, all of it in registers or the nearest cache
+        for (size_t r = 0; r < kPanelRows; ++r) {
+            T run[8];
+            memcpy(run, source + r * row_bytes + c * sizeof(T), sizeof run);
+            for (size_t i = 0; i < 8; ++i) block[i][r] = run[i];
         }
+        memcpy(panel, block, sizeof block);
+    }
+    T* out = reinterpret_cast<T*>(panel);
+    for (size_t c = whole; c < cols; ++c, out += kPanelRows) {
+        for (size_t r = 0; r < rows; ++r) memcpy(out + r, source + r * row_bytes + c * sizeof(T), sizeof(T));
     }
 }
 
