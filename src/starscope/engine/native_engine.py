@@ -11,8 +11,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 
@@ -22,14 +23,55 @@ from starscope.engine.base import Array, Batch, Sequences, Wanted, input_values,
 from starscope.engine.native_program import Compiler
 from starscope.engine.weights import Weights
 from starscope.errors import DoesNotFitError, UnsupportedError
-from starscope.formats import decode, find_format
+from starscope.formats import Bytes, Format, decode, find_format
 from starscope.graph import Graph
 from starscope.machine import memory, usable_cores
 
 ROWS_AT_ONCE = 512  # of a step; what is between the operations takes memory for so many
 PANEL_ROWS = 16  # that the module keeps together
-F32 = find_format("F32").type_id
 READ_BYTES = 1 << 20  # of a file, by each thread at a time
+
+
+class Reader:
+    """Reads matrices into a program, pieces of any of them on several threads. The first error is raised at its end."""
+
+    def __init__(self, weights: Weights, program: Any, threads: int) -> None:
+        self._weights, self._program = weights, program
+        self._pool = ThreadPoolExecutor(threads)
+        self._local = threading.local()
+        self._pieces: list[Future[None]] = []
+
+    def fill(self, matrix: int, name: str, stored: Format, *, decoded: bool) -> None:
+        """Begin to read a matrix. `decoded`: the program keeps it as float32."""
+        rows, cols = self._weights.slots[name].shape
+        step = max(PANEL_ROWS, READ_BYTES // stored.row_bytes(cols) // PANEL_ROWS * PANEL_ROWS)
+
+        def read(start: int) -> None:
+            stop = min(start + step, rows)
+            raw = self._weights.read_stored(name, start, stop, self._buffer((stop - start) * stored.row_bytes(cols)))
+            if decoded:
+                raw = decode(stored, raw, threads=1).view(np.uint8)
+            self._program.fill(matrix, start, np.ascontiguousarray(raw))
+
+        self._pieces += [self._pool.submit(read, start) for start in range(0, rows, step)]
+
+    def _buffer(self, size: int) -> Bytes:
+        """Room for a piece, this thread's own: taking new memory for each would cost as much as filling it."""
+        if getattr(self._local, "room", None) is None or len(self._local.room) < size:
+            self._local.room = np.empty(max(size, READ_BYTES), np.uint8)
+        room: Bytes = self._local.room
+        return room
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            for piece in self._pieces:
+                if error is None:
+                    piece.result()
+        finally:
+            self._pool.shutdown(cancel_futures=True)
 
 
 class NativeCache(Cache):
@@ -67,11 +109,12 @@ class NativeEngine:
         self._module, self._running = module, threading.Lock()  # a program runs one step at a time
         self._computes = set(module.computes())
         self._check_memory()
+        self._vectors: dict[str, int] = {}
+        self._matrices: dict[str, int] = {}
         try:
             self._program = module.Program(self.threads, self.isa)
-            self._vectors: dict[str, int] = {}
-            self._matrices: dict[str, int] = {}
-            self._compiled = Compiler(graph, module, self._matrix, self._vector).compile()
+            with Reader(weights, self._program, self.threads) as self._reader:
+                self._compiled = Compiler(graph, module, self._matrix, self._vector).compile()
         except MemoryError:
             raise DoesNotFitError("there is not enough memory for the weights.", hint="Use a smaller model.") from None
         self._program.compile(self._compiled.instructions, self._compiled.widths, self._compiled.arrays)
@@ -132,28 +175,14 @@ class NativeEngine:
         return self._vectors[name]
 
     def _matrix(self, name: str) -> int:
-        """A matrix in the module: its number. Read by all threads, a piece each at a time."""
-        if name in self._matrices:
-            return self._matrices[name]
-        rows, cols = self.weights.slots[name].shape
-        stored = find_format(self.weights.format_name(name))
-        computed = stored.type_id in self._computes
-        number: int = self._program.add_matrix(stored.type_id if computed else F32, rows, cols)
-        step = max(PANEL_ROWS, READ_BYTES // stored.row_bytes(cols) // PANEL_ROWS * PANEL_ROWS)
-
-        def fill(start: int) -> None:
-            stop = min(start + step, rows)
-            into = np.empty((stop - start) * stored.row_bytes(cols), np.uint8)
-            raw = self.weights.read_stored(name, start, stop, into)
-            if not computed:
-                raw = decode(stored, raw, threads=1).view(np.uint8)
-            self._program.fill(number, start, np.ascontiguousarray(raw))
-
-        with ThreadPoolExecutor(self.threads) as pool:
-            for _ in pool.map(fill, range(0, rows, step)):
-                pass
-        self._matrices[name] = number
-        return number
+        """A matrix in the module: its number. It is there once the reader has ended."""
+        if name not in self._matrices:
+            rows, cols = self.weights.slots[name].shape
+            stored = find_format(self.weights.format_name(name))
+            kept = stored if stored.type_id in self._computes else find_format("F32")
+            self._matrices[name] = int(self._program.add_matrix(kept.type_id, rows, cols))
+            self._reader.fill(self._matrices[name], name, stored, decoded=kept != stored)
+        return self._matrices[name]
 
     def _check_memory(self) -> None:
         """DoesNotFitError when the weights cannot fit into the memory that is free."""
