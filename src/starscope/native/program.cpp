@@ -33,12 +33,11 @@ int Program::add_matrix(const PanelType& type, size_t rows, size_t cols) {
     return static_cast<int>(matrices_.size()) - 1;
 }
 
-void Program::fill(int index, size_t first, size_t count, const uint8_t* file_rows) {
-    const Matrix& matrix = matrices_[index];
-    const size_t row_bytes = matrix.cols / matrix.type->block_values * matrix.type->block_bytes;
+void Matrix::fill(size_t first, size_t count, const uint8_t* file_rows) const {
+    const size_t row_bytes = cols / type->block_values * type->block_bytes;
     for (size_t r = 0; r < count; r += kPanelRows) {
-        pack_panel(*matrix.type, file_rows + r * row_bytes, row_bytes, std::min(kPanelRows, count - r), matrix.cols,
-                   matrix.panels + (first + r) / kPanelRows * matrix.stride);
+        pack_panel(*type, file_rows + r * row_bytes, row_bytes, std::min(kPanelRows, count - r), cols,
+                   panels + (first + r) / kPanelRows * stride);
     }
 }
 

@@ -54,6 +54,10 @@ struct Matrix {
     const PanelType* type;
     size_t rows, cols, stride;
     uint8_t* panels;
+
+    // Rows first .. first+count-1 as they lie in a file; first is a multiple of 16, and count too unless they are the
+    // last. Several threads may fill different rows.
+    void fill(size_t first, size_t count, const uint8_t* file_rows) const;
 };
 
 // Keys and values of one sequence in every block. Memory is taken as positions are written to.
@@ -93,9 +97,6 @@ public:
     const char* isa() const { return compute_.isa; }
 
     int add_matrix(const PanelType& type, size_t rows, size_t cols);
-    // Rows first .. first+count-1 of a matrix as they lie in a file; first is a multiple of 16, and count too unless
-    // they are the last. Safe to call for different rows at once.
-    void fill(int matrix, size_t first, size_t count, const uint8_t* file_rows);
     int add_vector(const float* values, size_t count);
 
     const Matrix& matrix(int index) const { return matrices_.at(index); }

@@ -50,7 +50,7 @@ int add_matrix(Program& program, int type_id, size_t rows, size_t cols) {
 
 void fill(Program& program, int index, size_t first, Matrix2<const uint8_t> file_rows) {
     expect(index >= 0 && static_cast<size_t>(index) < program.matrices(), "there is no such matrix");
-    const Matrix& matrix = program.matrix(index);
+    const Matrix matrix = program.matrix(index);  // a copy: while the lock is released, other matrices may be added
     const size_t count = file_rows.shape(0), end = first + count;
     expect(file_rows.shape(1) == matrix.cols / matrix.type->block_values * matrix.type->block_bytes,
            "rows have another number of bytes than the matrix");
@@ -58,7 +58,7 @@ void fill(Program& program, int index, size_t first, Matrix2<const uint8_t> file
            "rows must be filled in multiples of 16, within the matrix");
     const uint8_t* bytes = file_rows.data();
     nb::gil_scoped_release release;
-    program.fill(index, first, count, bytes);
+    matrix.fill(first, count, bytes);
 }
 
 int add_vector(Program& program, Vector<const float> values) { return program.add_vector(values.data(), values.size()); }
