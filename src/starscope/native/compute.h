@@ -34,7 +34,7 @@ enum Activation : int { kNoActivation = 0, kGelu = 1, kGeluTanh = 2 };
 using LayerNorm = void (*)(const float* x, size_t cols, float epsilon, const float* weight, const float* bias, float* y);
 
 struct Epilogue {
-    const float* bias;      // of these columns, or null
+    const float* bias;      // of these columns and, at the end, up to a multiple of 16; or null
     Activation activation;  // after the bias
     const float* residual;  // of the first row, added last; or null
     size_t residual_stride;
@@ -58,9 +58,9 @@ struct ComputeKernels {
                              uint8_t* part);
     void (*multiply_part)(const PanelType& type, const uint8_t* part, size_t first, size_t count, size_t cols,
                           const uint8_t* tile, size_t rows, float* products);
-    // out[r][0..cols) for products [rows][16].
-    void (*finish)(const float* products, size_t rows, size_t cols, const Epilogue& epilogue, float* out,
-                   size_t out_stride);
+    // out[row][0..cols) for products[panel][row][16] of neighbouring panels, panel_stride floats apart.
+    void (*finish)(const float* products, size_t panel_stride, size_t rows, size_t cols, const Epilogue& epilogue,
+                   float* out, size_t out_stride);
     // The sum of 64-bit words: a loop that does nothing but read memory, to measure how fast that can be.
     uint64_t (*read)(const uint64_t* words, size_t count);
 };

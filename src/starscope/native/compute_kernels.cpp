@@ -106,19 +106,25 @@ void prepare(const PanelType& type, const float* x, size_t cols, size_t row, siz
     for (size_t c = 0; c < cols; ++c) out[c * rows] = x[c];
 }
 
-void finish(const float* products, size_t rows, size_t cols, const Epilogue& epilogue, float* out, size_t out_stride) {
-    for (size_t r = 0; r < rows; ++r) {
-        float y[kPanelRows];
-        for (size_t c = 0; c < kPanelRows; ++c) y[c] = products[r * kPanelRows + c];
-        if (epilogue.bias != nullptr) {
-            for (size_t c = 0; c < cols; ++c) y[c] += epilogue.bias[c];
+void finish(const float* products, size_t panel_stride, size_t rows, size_t cols, const Epilogue& epilogue, float* out,
+            size_t out_stride) {
+    for (size_t first = 0; first < cols; first += kPanelRows, products += panel_stride) {
+        const size_t n = cols - first < kPanelRows ? cols - first : kPanelRows;
+        for (size_t r = 0; r < rows; ++r) {
+            float y[kPanelRows];
+            for (size_t c = 0; c < kPanelRows; ++c) y[c] = products[r * kPanelRows + c];
+            if (epilogue.bias != nullptr) {
+                for (size_t c = 0; c < kPanelRows; ++c) y[c] += epilogue.bias[first + c];
+            }
+            activate(epilogue.activation, y, y, kPanelRows);
+            float* to = out + r * out_stride + first;
+            if (epilogue.residual != nullptr) {
+                const float* residual = epilogue.residual + r * epilogue.residual_stride + first;
+                for (size_t c = 0; c < n; ++c) to[c] = residual[c] + y[c];
+            } else {
+                for (size_t c = 0; c < n; ++c) to[c] = y[c];
+            }
         }
-        activate(epilogue.activation, y, y, kPanelRows);
-        if (epilogue.residual != nullptr) {
-            const float* residual = epilogue.residual + r * epilogue.residual_stride;
-            for (size_t c = 0; c < cols; ++c) y[c] = residual[c] + y[c];
-        }
-        for (size_t c = 0; c < cols; ++c) out[r * out_stride + c] = y[c];
     }
 }
 

@@ -168,22 +168,23 @@ void Program::linear(const Instruction& i, const Step& step, int thread) {
     const size_t panels_at_once = clamp(panels / shares, 1, many ? kPartPanels : kMostPanels);
     float* products = reinterpret_cast<float*>(private_[thread].data());
 
-    const auto finish = [&](size_t panel, size_t first_row, size_t n, const float* from) {
-        const size_t col = panel * kPanelRows;
-        Epilogue epilogue = {i.bias < 0 ? nullptr : vector(i.bias) + col, static_cast<Activation>(i.activation), nullptr, 0};
-        if (i.b.exists()) {
-            epilogue.residual = at(i.b, first_row) + col;
-            epilogue.residual_stride = widths_[i.b.slot];
-        }
-        compute_.finish(from, n, std::min(kPanelRows, m.rows - col), epilogue, at(i.out, first_row) + col,
-                        widths_[i.out.slot]);
+    // Products of panels first .. end-1 with n rows from first_row on, panel_stride floats from one panel to the next.
+    const auto finish = [&](size_t first, size_t end, size_t first_row, size_t n, const float* from, size_t panel_stride) {
+        const size_t col = first * kPanelRows;
+        Epilogue epilogue;
+        epilogue.bias = i.bias < 0 ? nullptr : vector(i.bias) + col;
+        epilogue.activation = static_cast<Activation>(i.activation);
+        epilogue.residual = i.b.exists() ? at(i.b, first_row) + col : nullptr;
+        epilogue.residual_stride = i.b.exists() ? widths_[i.b.slot] : 0;
+        compute_.finish(from, panel_stride, n, std::min(end * kPanelRows, m.rows) - col, epilogue,
+                        at(i.out, first_row) + col, widths_[i.out.slot]);
     };
     for (size_t first; (first = team_.take(panels_at_once)) < panels;) {
         const size_t end = std::min(first + panels_at_once, panels);
         const uint8_t* panel = m.panels + first * m.stride;
         if (rows <= kFewRows) {
             compute_.multiply(*m.type, panel, m.stride, end - first, m.cols, tiles, rows, products);
-            for (size_t p = first; p < end; ++p) finish(p, 0, rows, products + (p - first) * rows * kPanelRows);
+            finish(first, end, 0, rows, products, rows * kPanelRows);
             continue;
         }
         if (!many) {
@@ -191,7 +192,7 @@ void Program::linear(const Instruction& i, const Step& step, int thread) {
                 const size_t n = std::min(kTileRows, rows - t * kTileRows);
                 for (size_t p = first; p < end; ++p) {
                     compute_.multiply(*m.type, m.panels + p * m.stride, m.stride, 1, m.cols, tiles + t * tile, n, products);
-                    finish(p, t * kTileRows, n, products);
+                    finish(p, p + 1, t * kTileRows, n, products, 0);
                 }
             }
             continue;
@@ -216,9 +217,8 @@ void Program::linear(const Instruction& i, const Step& step, int thread) {
                 }
             }
             for (size_t t = t0; t < t1; ++t) {
-                for (size_t p = first; p < end; ++p) {
-                    finish(p, t * kTileRows, std::min(kTileRows, rows - t * kTileRows), sums_of(p, t));
-                }
+                finish(first, end, t * kTileRows, std::min(kTileRows, rows - t * kTileRows), sums_of(first, t),
+                       kMostTiles * kTileRows * kPanelRows);
             }
         }
     }
