@@ -1,5 +1,6 @@
-// Numbers as every kernel sees them: bits, float16, bfloat16, what is finite. Compiled again with each file that includes
-// it, in that file's own unnamed namespace: a copy compiled for AVX-512 must never be the one the linker keeps for all.
+// Numbers as every kernel sees them: bits, float16, bfloat16, what is finite. Compiled again with each file that
+// includes it, in that file's own unnamed namespace: a copy compiled for AVX-512 must never be the one that the linker
+// keeps for everybody.
 #pragma once
 
 #include <stdint.h>
