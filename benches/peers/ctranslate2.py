@@ -28,6 +28,7 @@ from side_by_side import (
     installed,
     parser,
     row_of,
+    say_if_busy,
     serve,
     table,
     token_ids,
@@ -129,6 +130,7 @@ def main() -> None:
     if args.worker:
         serve(lambda: CTranslate2(args.folder, args.converted, args.threads))
         return
+    say_if_busy()
     rows, seen, names = compare(args)
     if args.json:
         print(json.dumps(as_document(rows, file=args.file.name, sides=names, threads=args.threads, **seen), indent=2))

@@ -31,6 +31,7 @@ from side_by_side import (
     numbers,
     parser,
     row_of,
+    say_if_busy,
     serve,
     table,
     token_ids,
@@ -206,6 +207,7 @@ def main() -> None:
             installed("llama_cpp")
             serve(lambda: LlamaCpp(file, args.threads, args.context_length))
         return
+    say_if_busy()
     documents = []
     for file in args.files:
         rows, seen, names = compare(file, args)

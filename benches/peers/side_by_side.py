@@ -29,6 +29,7 @@ from typing import Any, Protocol
 HERE = Path(__file__).resolve().parent
 PAUSE_S = 0.05  # before a turn: the other side's threads have gone to sleep by then
 MOST_IDLE = 0.05  # of a core, that a side may use while it waits
+MOST_LOAD = 0.5  # processes that ran or wanted to, on average over the last minute
 ROUGHLY = 0.2  # how far logits may be apart, of their largest: both round weights or activations in their own way
 
 
@@ -190,7 +191,17 @@ def in_turns(
         time.sleep(PAUSE_S)
         return measure(side)
 
+    if sys.stderr.isatty():
+        print(f"{metric} ...", file=sys.stderr, flush=True)
     return row_of(metric, unit, [(turn(ours), turn(theirs)) for _ in range(rounds)])
+
+
+def say_if_busy() -> None:
+    """Threads that wait for each other at every operation crawl where others take their cores: one side's may, more
+    than the other's.
+    """
+    if (load := os.getloadavg()[0]) > MOST_LOAD:
+        print(f"the machine is busy (load {load:.1f}): ratios will not hold", file=sys.stderr)
 
 
 def check_agreement(ours: list[float], theirs: list[float]) -> dict[str, Any]:
