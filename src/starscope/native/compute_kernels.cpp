@@ -2,8 +2,8 @@
 // kernels.cpp hold: float32, sums in a fixed order (16 lanes, then halves), no library code.
 #include "compute.h"
 
-#include "elementwise.h"
 #include "linear_kernels.h"
+#include "vectors.h"
 
 #define STARSCOPE_TEXT_(x) #x
 #define STARSCOPE_TEXT(x) STARSCOPE_TEXT_(x)
@@ -50,52 +50,48 @@ void add(const float* a, const float* b, float* y, size_t count) {
     for (size_t i = 0; i < count; ++i) y[i] = a[i] + b[i];
 }
 
+inline Lanes activated(Activation activation, Lanes x) {
+    return activation == kGelu ? gelu(x) : activation == kGeluTanh ? gelu_tanh(x) : x;
+}
+
+// Fewer than sixteen numbers go through a whole vector of them.
+inline Lanes load_some(const float* x, size_t count) {
+    float all[kLanes] = {};
+    for (size_t i = 0; i < count; ++i) all[i] = x[i];
+    return from_floats(all);
+}
+
+inline void store_some(float* y, Lanes x, size_t count) {
+    float all[kLanes];
+    store(all, x);
+    for (size_t i = 0; i < count; ++i) y[i] = all[i];
+}
+
 void activate(Activation activation, const float* x, float* y, size_t count) {
-    if (activation == kGelu) {
-        for (size_t i = 0; i < count; ++i) y[i] = gelu(x[i]);
-    } else if (activation == kGeluTanh) {
-        for (size_t i = 0; i < count; ++i) y[i] = gelu_tanh(x[i]);
-    } else if (x != y) {
-        for (size_t i = 0; i < count; ++i) y[i] = x[i];
-    }
+    size_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) store(y + i, activated(activation, from_floats(x + i)));
+    if (i < count) store_some(y + i, activated(activation, load_some(x + i, count - i)), count - i);
 }
 
 // scale = max|x| / 127; quant = x / scale to nearest, ties to even. What is not finite gives a scale that is not.
-void prepare_int8(const PanelType& type, const float* __restrict x, size_t blocks, size_t row, size_t rows,
-                  uint8_t* tile) {
-    int8_t* quants = reinterpret_cast<int8_t*>(tile);
-    float* scales = reinterpret_cast<float*>(quants + blocks * rows * 32);
-    int32_t* starts = reinterpret_cast<int32_t*>(scales + blocks * rows);
+void prepare_int8(const PanelType& type, const float* x, size_t blocks, size_t row, size_t rows, uint8_t* tile) {
+    int8_t* quants = reinterpret_cast<int8_t*>(tile) + row * 32;
+    float* scales = reinterpret_cast<float*>(tile + blocks * rows * 32) + row;
+    int32_t* starts = reinterpret_cast<int32_t*>(tile + blocks * rows * 36) + 2 * row;
     const int offset = weight_offset(type.type_id);
-    const bool minima = type.type_id == kQ4_K || type.type_id == kQ5_K;
-    for (size_t b = 0; b < blocks; ++b, x += 32) {
-        uint32_t largest = 0;
-        for (int i = 0; i < 32; ++i) {
-            const uint32_t magnitude = bits_of(x[i]) & 0x7fffffffu;
-            largest = magnitude > largest ? magnitude : largest;
-        }
-        const float scale = float_of(largest) / 127.0f;
+    const bool minima = type.type_id == kQ4_K || type.type_id == kQ5_K, halves = type.type_id == kQ6_K;
+    for (size_t b = 0; b < blocks; ++b, x += 32, quants += rows * 32, scales += rows, starts += 2 * rows) {
+        const float scale = float_of(largest_magnitude(x)) / 127.0f;
         const float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
-        int8_t* __restrict out = quants + (b * rows + row) * 32;
-        int32_t sums[2] = {0, 0};
-        for (int half = 0; half < 2; ++half) {
-            for (int i = 0; i < 16; ++i) {
-                const float scaled = maximum(-127.0f, minimum(127.0f, x[16 * half + i] * inverse));
-                const int32_t quant = static_cast<int32_t>(bits_of(scaled + kRounder) - bits_of(kRounder));
-                out[16 * half + i] = static_cast<int8_t>(quant);
-                sums[half] += static_cast<int8_t>(quant);
-            }
-        }
-        const size_t at = b * rows + row;
-        scales[at] = scale;
+        const int32_t first = quantize(x, inverse, quants), second = quantize(x + 16, inverse, quants + 16);
+        *scales = scale;
         if (minima) {
-            const float weighted = scale * static_cast<float>(sums[0] + sums[1]);
-            starts[2 * at] = static_cast<int32_t>(bits_of(weighted));
-        } else if (type.type_id == kQ6_K) {
-            starts[2 * at] = -offset * sums[0];
-            starts[2 * at + 1] = -offset * sums[1];
+            starts[0] = static_cast<int32_t>(bits_of(scale * static_cast<float>(first + second)));
+        } else if (halves) {
+            starts[0] = -offset * first;
+            starts[1] = -offset * second;
         } else {
-            starts[2 * at] = -offset * (sums[0] + sums[1]);
+            starts[0] = -offset * (first + second);
         }
     }
 }
@@ -110,20 +106,15 @@ void finish(const float* products, size_t panel_stride, size_t rows, size_t cols
             size_t out_stride) {
     for (size_t first = 0; first < cols; first += kPanelRows, products += panel_stride) {
         const size_t n = cols - first < kPanelRows ? cols - first : kPanelRows;
+        const Lanes bias = epilogue.bias != nullptr ? from_floats(epilogue.bias + first) : zeros();
         for (size_t r = 0; r < rows; ++r) {
-            float y[kPanelRows];
-            for (size_t c = 0; c < kPanelRows; ++c) y[c] = products[r * kPanelRows + c];
-            if (epilogue.bias != nullptr) {
-                for (size_t c = 0; c < kPanelRows; ++c) y[c] += epilogue.bias[first + c];
-            }
-            activate(epilogue.activation, y, y, kPanelRows);
+            Lanes y = activated(epilogue.activation, plus(from_floats(products + r * kPanelRows), bias));
             float* to = out + r * out_stride + first;
             if (epilogue.residual != nullptr) {
                 const float* residual = epilogue.residual + r * epilogue.residual_stride + first;
-                for (size_t c = 0; c < n; ++c) to[c] = residual[c] + y[c];
-            } else {
-                for (size_t c = 0; c < n; ++c) to[c] = y[c];
+                y = plus(n == kPanelRows ? from_floats(residual) : load_some(residual, n), y);
             }
+            n == kPanelRows ? store(to, y) : store_some(to, y, n);
         }
     }
 }

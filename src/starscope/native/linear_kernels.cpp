@@ -3,7 +3,6 @@
 // are multiplied at a time; the loops over blocks, rows and panels are the same for all.
 #include "linear_kernels.h"
 
-#include "elementwise.h"
 #include "vectors.h"
 
 namespace starscope {

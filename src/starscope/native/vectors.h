@@ -62,8 +62,33 @@ inline Lanes plus_product(Lanes sum, Lanes a, Lanes b) { return _mm512_fmadd_ps(
 inline Lanes minus_product(Lanes sum, Lanes a, Lanes b) { return _mm512_fnmadd_ps(a, b, sum); }
 inline void store(float* at, Lanes x) { _mm512_storeu_ps(at, x); }
 
+inline Lanes plus(Lanes a, Lanes b) { return _mm512_add_ps(a, b); }
+inline Lanes minus(Lanes a, Lanes b) { return _mm512_sub_ps(a, b); }
+inline Lanes divided(Lanes a, Lanes b) { return _mm512_div_ps(a, b); }
+inline Lanes smaller(Lanes a, Lanes b) { return _mm512_min_ps(a, b); }  // b where one is not a number
+inline Lanes larger(Lanes a, Lanes b) { return _mm512_max_ps(a, b); }   // b where one is not a number
+inline Lanes rounded(Lanes a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Lanes magnitude(Lanes a) { return _mm512_abs_ps(a); }
+inline Lanes with_sign_of(Lanes a, Lanes b) { return _mm512_or_ps(a, _mm512_and_ps(b, _mm512_set1_ps(-0.0f))); }
+inline Lanes times_power_of_two(Lanes a, Lanes n) { return _mm512_scalef_ps(a, n); }
+
 inline Sums begin_sums(int32_t from) { return _mm512_set1_epi32(from); }
 inline Lanes to_floats(Sums x) { return _mm512_cvtepi32_ps(x); }
+
+// The largest magnitude of 32 numbers, as bits: a NaN is above all.
+inline uint32_t largest_magnitude(const float* x) {
+    const __m512i mask = _mm512_set1_epi32(0x7fffffff);
+    const __m512i a = _mm512_and_si512(_mm512_loadu_si512(x), mask), b = _mm512_and_si512(_mm512_loadu_si512(x + 16), mask);
+    return _mm512_reduce_max_epu32(_mm512_max_epu32(a, b));
+}
+// Sixteen numbers times `inverse`, to the nearest integers within +-127; gives their sum.
+inline int32_t quantize(const float* x, float inverse, int8_t* out) {
+    const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps(inverse)), limit = _mm512_set1_ps(127.0f);
+    const __m512 clipped = _mm512_max_ps(_mm512_min_ps(scaled, limit), _mm512_set1_ps(-127.0f));
+    const __m512i q = _mm512_cvtps_epi32(clipped);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(q));
+    return _mm512_reduce_add_epi32(q);
+}
 
 inline Quants load_quants(const void* at) { return _mm512_loadu_si512(at); }
 inline void store_quants(void* at, Quants q) { _mm512_storeu_si512(at, q); }
@@ -140,7 +165,53 @@ inline void store(float* at, Lanes x) {
     _mm256_storeu_ps(at + 8, x.b);
 }
 
+inline Lanes plus(Lanes x, Lanes y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline Lanes minus(Lanes x, Lanes y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline Lanes divided(Lanes x, Lanes y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline Lanes smaller(Lanes x, Lanes y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline Lanes larger(Lanes x, Lanes y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline __m256 rounded(__m256 x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Lanes rounded(Lanes x) { return {rounded(x.a), rounded(x.b)}; }
+inline Lanes magnitude(Lanes x) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+inline Lanes with_sign_of(Lanes x, Lanes y) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_or_ps(x.a, _mm256_and_ps(y.a, sign)), _mm256_or_ps(x.b, _mm256_and_ps(y.b, sign))};
+}
+inline __m256 times_power_of_two(__m256 x, __m256 n) {
+    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23)));
+}
+inline Lanes times_power_of_two(Lanes x, Lanes n) {
+    return {times_power_of_two(x.a, n.a), times_power_of_two(x.b, n.b)};
+}
+
 inline Sums begin_sums(int32_t from) { return {_mm256_set1_epi32(from), _mm256_set1_epi32(from)}; }
+inline uint32_t largest_magnitude(const float* x) {
+    const __m256i mask = _mm256_set1_epi32(0x7fffffff);
+    __m256i all = _mm256_setzero_si256();
+    for (int i = 0; i < 32; i += 8) all = _mm256_max_epu32(all, _mm256_and_si256(load256(x + i), mask));
+    uint32_t lanes[8], largest = 0;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), all);
+    for (uint32_t lane : lanes) largest = lane > largest ? lane : largest;
+    return largest;
+}
+inline __m256i quantized(__m256 x, __m256 inverse) {
+    const __m256 limited = _mm256_min_ps(_mm256_mul_ps(x, inverse), _mm256_set1_ps(127.0f));
+    return _mm256_cvtps_epi32(_mm256_max_ps(limited, _mm256_set1_ps(-127.0f)));
+}
+inline int32_t quantize(const float* x, float inverse, int8_t* out) {
+    const __m256 by = _mm256_set1_ps(inverse);
+    const __m256i a = quantized(_mm256_loadu_ps(x), by), b = quantized(_mm256_loadu_ps(x + 8), by);
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), bytes);
+    int32_t sum = 0;
+    for (int i = 0; i < 16; ++i) sum += out[i];
+    return sum;
+}
 inline Lanes to_floats(Sums x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 
 inline Quants load_quants(const void* at) {
@@ -264,6 +335,52 @@ inline Lanes minus_product(const Lanes& sum, const Lanes& a, const Lanes& b) {
 }
 inline void store(float* at, const Lanes& y) { __builtin_memcpy(at, &y, sizeof y); }
 
+inline Lanes plus(const Lanes& a, const Lanes& b) {
+    return each([&](int i) { return a.x[i] + b.x[i]; });
+}
+inline Lanes minus(const Lanes& a, const Lanes& b) {
+    return each([&](int i) { return a.x[i] - b.x[i]; });
+}
+inline Lanes divided(const Lanes& a, const Lanes& b) {
+    return each([&](int i) { return a.x[i] / b.x[i]; });
+}
+inline Lanes smaller(const Lanes& a, const Lanes& b) {
+    return each([&](int i) { return a.x[i] < b.x[i] ? a.x[i] : b.x[i]; });
+}
+inline Lanes larger(const Lanes& a, const Lanes& b) {
+    return each([&](int i) { return a.x[i] > b.x[i] ? a.x[i] : b.x[i]; });
+}
+inline Lanes rounded(const Lanes& a) {
+    return each([&](int i) { return (a.x[i] + kRounder) - kRounder; });
+}
+inline Lanes magnitude(const Lanes& a) {
+    return each([&](int i) { return float_of(bits_of(a.x[i]) & 0x7fffffffu); });
+}
+inline Lanes with_sign_of(const Lanes& a, const Lanes& b) {
+    return each([&](int i) { return float_of(bits_of(a.x[i]) | (bits_of(b.x[i]) & 0x80000000u)); });
+}
+inline Lanes times_power_of_two(const Lanes& a, const Lanes& n) {
+    return each([&](int i) { return a.x[i] * float_of((bits_of(n.x[i] + kRounder) - bits_of(kRounder) + 127u) << 23); });
+}
+
+inline uint32_t largest_magnitude(const float* x) {
+    uint32_t largest = 0;
+    for (int i = 0; i < 32; ++i) {
+        const uint32_t magnitude = bits_of(x[i]) & 0x7fffffffu;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest;
+}
+inline int32_t quantize(const float* x, float inverse, int8_t* out) {
+    int32_t sum = 0;
+    for (int i = 0; i < 16; ++i) {
+        const float scaled = x[i] * inverse, low = scaled > -127.0f ? scaled : -127.0f, limited = low < 127.0f ? low : 127.0f;
+        out[i] = static_cast<int8_t>(bits_of(limited + kRounder) - bits_of(kRounder));
+        sum += out[i];
+    }
+    return sum;
+}
+
 inline Sums begin_sums(int32_t from) {
     Sums y;
     for (int i = 0; i < 16; ++i) y.x[i] = from;
@@ -303,6 +420,44 @@ inline Sums add_products(Sums sums, const Quants& q, int32_t word) {
 }
 
 #endif
+
+// What is built of these, the same for all.
+
+inline Lanes polynomial(Lanes x, const float* coefficients, int degree) {
+    Lanes p = repeated(coefficients[degree]);
+    for (int i = degree - 1; i >= 0; --i) p = plus_product(repeated(coefficients[i]), p, x);
+    return p;
+}
+
+// e^x within 2 units in the last place for x in [-87, 88], the ends of that range beyond it.
+inline Lanes exponential(Lanes x) {
+    constexpr float kSeries[] = {1.0f, 1.0f, 0.5f, 1.0f / 6, 1.0f / 24, 1.0f / 120, 1.0f / 720};
+    const Lanes limited = larger(repeated(-87.0f), smaller(repeated(88.0f), x));
+    const Lanes n = rounded(times(limited, repeated(1.44269504f)));
+    Lanes r = minus_product(limited, n, repeated(0.693359375f));  // ln 2 in two parts
+    r = plus_product(r, n, repeated(2.12194440e-4f));
+    return times_power_of_two(polynomial(r, kSeries, 6), n);
+}
+
+// 1 - e^(-p(|x|) |x|) with x's sign: p is a least-squares polynomial, so that the error is below 1e-7.
+inline Lanes error_function(Lanes x) {
+    constexpr float kFit[] = {1.1283793f,     6.3661617e-01f,  1.0279894e-01f, -1.9216364e-02f, -5.9957233e-05f,
+                              1.5777560e-03f, -5.8842776e-04f, 1.0614739e-04f, -8.056373e-06f};
+    const Lanes a = smaller(repeated(4.0f), magnitude(x));
+    const Lanes exponent = minus(zeros(), times(polynomial(a, kFit, 8), a));
+    return with_sign_of(minus(repeated(1.0f), exponential(exponent)), x);
+}
+
+inline Lanes gelu(Lanes x) {
+    return times(times(x, repeated(0.5f)), plus(repeated(1.0f), error_function(times(x, repeated(0.707106781f)))));
+}
+
+// x/2 (1 + tanh u) = x / (1 + e^(-2u))
+inline Lanes gelu_tanh(Lanes x) {
+    const Lanes cube = times(times(x, x), x);
+    const Lanes u = times(repeated(0.797884561f), plus_product(x, repeated(0.044715f), cube));
+    return divided(x, plus(repeated(1.0f), exponential(times(repeated(-2.0f), u))));
+}
 
 }  // namespace
 }  // namespace STARSCOPE_ISA
