@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from starscope import formats
 from starscope.errors import InvalidContentError, UnsupportedError
-from starscope.formats import CHUNK_VALUES, FORMATS, KNOWN_TYPES, Format, decode, encode, find_format, format_by_id
+from starscope.formats import (
+    CHUNK_VALUES,
+    FORMATS,
+    KNOWN_TYPES,
+    Format,
+    decode,
+    encode,
+    find_format,
+    format_by_id,
+    round_activation,
+)
 from starscope.native import kernels
 
 ENCODED = [f for f in FORMATS.values() if f.encode is not None]
@@ -215,3 +225,42 @@ def test_rows_that_are_not_whole_blocks_are_refused() -> None:
         encode(FORMATS["Q8_0"], np.zeros((1, 33), np.float32))
     with pytest.raises(InvalidContentError, match="a row of 33 bytes is not Q8_0, whose blocks are 34 bytes"):
         decode(FORMATS["Q8_0"], np.zeros((1, 33), np.uint8))
+
+
+@FEW
+@given(seeds, scales)
+def test_rounded_activations_are_within_half_a_step_and_the_largest_stays(seed: int, scale: float) -> None:
+    x = np.random.default_rng(seed).normal(0, 1, (3, 5, 64)).astype(np.float32) * np.float32(scale)
+    blocks, found = x.reshape(-1, 32), round_activation(x).reshape(-1, 32)
+    largest = np.abs(blocks).max(axis=1, keepdims=True).astype(np.float64)
+    step = (largest / 127).astype(np.float32).astype(np.float64)
+    usable = (step > 2.0**-127).ravel()  # it has a reciprocal
+    steps = (found / np.where(step > 0, step, 1))[usable]
+    np.testing.assert_allclose(steps, np.rint(steps), atol=1e-4)
+    assert (np.abs(steps) <= 127.001).all()
+    assert (np.abs(found - blocks) <= 0.50002 * step + 2.0**-149)[usable].all()
+    at = np.abs(blocks).argmax(axis=1)[:, None]
+    expected = np.take_along_axis(blocks, at, 1)[usable]
+    np.testing.assert_allclose(np.take_along_axis(found, at, 1)[usable], expected, rtol=3e-7)
+
+
+def test_activations_round_to_even_and_zeros_stay() -> None:
+    x = np.zeros((2, 32), np.float32)
+    x[0, :6] = 127, 0.5, 1.5, -2.5, 3.49, -126.5
+    assert round_activation(x)[0, :6].tolist() == [127, 0, 2, -2, 3, -126]
+    assert not round_activation(x)[0, 6:].any()
+    assert not round_activation(x)[1].any()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_block_with_a_number_that_is_not_finite_gives_none(value: float) -> None:
+    x = np.ones((1, 64), np.float32)
+    x[0, 40] = value
+    found = round_activation(x)
+    assert np.array_equal(found[:, :32], x[:, :32])
+    assert np.isnan(found[:, 32:]).all()
+
+
+def test_activations_that_are_not_whole_blocks_are_refused() -> None:
+    with pytest.raises(InvalidContentError, match="48 values is not whole blocks of 32"):
+        round_activation(np.ones((2, 48), np.float32))

@@ -31,6 +31,11 @@ CHUNK_VALUES = 1 << 18
 """Values converted at a time by NumPy: 1 MiB of float32, which stays in a core's cache."""
 
 
+ACTIVATION_BLOCK = 32
+INTEGER_FORMATS = ("Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K")
+"""Those that the native engine multiplies as integers, with activations rounded to int8 (`round_activation`)."""
+
+
 class StoredType(NamedTuple):
     """A ggml tensor type: what its bytes are called and how large they are."""
 
@@ -157,6 +162,23 @@ def encode(fmt: Format, values: Floats, *, threads: int | None = None) -> Bytes:
     else:
         _by_chunks(fmt.encode, values.reshape(-1, fmt.block_size), raw.reshape(-1, fmt.block_bytes))
     return raw
+
+
+def round_activation(x: Floats) -> Floats:
+    """What the native engine multiplies with weights of INTEGER_FORMATS in place of x: float32 [.. cols] -> the same.
+
+    Blocks of 32 are rounded to int8 as Q8_0 does, but with a float32 scale and ties to even. A block with a number
+    that is not finite gives NaN alone. InvalidContentError when the columns are not whole blocks.
+    """
+    if x.shape[-1] % ACTIVATION_BLOCK:
+        raise InvalidContentError(f"a row of {x.shape[-1]} values is not whole blocks of {ACTIVATION_BLOCK}.")
+    blocks = np.ascontiguousarray(x, np.float32).reshape(-1, ACTIVATION_BLOCK)
+    with np.errstate(all="ignore"):
+        scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
+        quants = np.rint(np.clip(blocks * quant_blocks.inverse(scale), -127, 127))
+        quants[np.isnan(quants)] = 0  # whose scale is not finite either, or too small to have a reciprocal
+        rounded: Floats = (quants * scale).reshape(x.shape)
+    return rounded
 
 
 def _as_rows(x: NDArray[Any]) -> NDArray[Any]:

@@ -7,7 +7,7 @@ axis is a list with one array a sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -138,6 +138,7 @@ class NumpyEngine:
     """Runs a graph with NumPy alone. Implements `Engine`."""
 
     name = "numpy"
+    kernels: Mapping[str, Kernel] = KERNELS  # by the kind of op
 
     def __init__(
         self,
@@ -194,7 +195,7 @@ class NumpyEngine:
         for op in graph.ops[start:stop]:
             # Weights that are not finite give logits that are not; whoever samples refuses those.
             with np.errstate(over="ignore", invalid="ignore"):
-                made = KERNELS[op.kind](self, batch, op, [values[i] for i in op.inputs])
+                made = self.kernels[op.kind](self, batch, op, [values[i] for i in op.inputs])
             if len(op.outputs) == 1:
                 values[op.outputs[0]] = made
             else:

@@ -1,0 +1,123 @@
+"""The native program run one instruction at a time, each held against its NumPy definition on the very same input.
+
+So a rounding that falls the other way, which changes all that follows, is never between the two.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from starscope.engine import numpy_engine, rounding
+from starscope.engine.base import input_values, make_batch
+from starscope.engine.native_engine import NativeEngine
+from starscope.engine.native_program import ACTIVATIONS, ADD, ATTENTION, GATHER, LINEAR, NORM
+from starscope.formats import INTEGER_FORMATS, round_activation
+from support.stored import distance
+
+SUMS = 2e-6  # of float32 products, a few hundred to a sum; relative to the largest of the result
+WEIGHT = 2.0**-8  # by how much two roundings of one weight to bfloat16 can differ
+
+
+class Steps:
+    """An engine's program with all its slots in sight. The engine itself cannot run any more."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self.engine, self.compiled = engine, engine._compiled
+        self.widths = [*self.compiled.widths, engine.graph.hp.hidden_size]  # the last: normalized rows
+        for instruction in self.compiled.instructions:
+            if instruction.kind == LINEAR and instruction.norm_weight >= 0:
+                instruction.norm_out = engine._module.View(len(self.widths) - 1, 0)
+        engine._program.compile(self.compiled.instructions, self.widths, len(self.widths))
+        self.matrices = {number: name for name, number in engine._matrices.items()}
+        self.vectors = {number: name for name, number in engine._vectors.items()}
+
+    def check(self, prompts: list[list[int]], wanted: Any = "last") -> None:
+        """One step of all prompts from their beginnings."""
+        engine, batch = self.engine, make_batch(self.engine, prompts, None, wanted)
+        known, _ = input_values(engine.graph, batch)
+        self.rows, self.wanted, self.lengths = len(batch.positions), batch.wanted, batch.lengths
+        self.arrays = [np.full((self.rows, width), np.nan, np.float32) for width in self.widths]
+        for one, array in zip(self.compiled.inputs, self.arrays, strict=False):
+            array[:] = engine.weights.rows(one.table, known[one.source])
+        logits = len(self.compiled.inputs)
+        self.arrays[logits] = np.full((len(batch.wanted), self.widths[logits]), np.nan, np.float32)
+        starts = zip(batch.starts, batch.lengths, batch.caches, strict=False)
+        pieces = [(first, length, 0, cache.stored) for first, length, cache in starts]
+        for n, instruction in enumerate(self.compiled.instructions):
+            given = [array.copy() for array in self.arrays]
+            engine._program.run(n, n + 1, self.rows, batch.wanted, pieces, self.arrays)
+            self._check_one(instruction, given)
+        assert np.isfinite(self.arrays[logits]).all()
+
+    def _check_one(self, i: Any, given: list[np.ndarray]) -> None:
+        def columns(view: Any, count: int) -> np.ndarray:
+            return given[view.slot][:, view.column : view.column + count]
+
+        found = self.arrays[i.out.slot][:, i.out.column : i.out.column + i.cols]
+        if i.kind == ADD:
+            np.testing.assert_array_equal(found, columns(i.a, i.cols) + columns(i.b, i.cols))
+        elif i.kind == GATHER:
+            np.testing.assert_array_equal(found[: len(self.wanted)], columns(i.a, i.cols)[self.wanted])
+        elif i.kind == NORM:
+            assert distance(found, self._norm(columns(i.a, i.cols), i.weight, i.bias, i.epsilon)) <= SUMS
+        elif i.kind == LINEAR:
+            x = columns(i.a, self.engine.weights.slots[self.matrices[i.matrix]].shape[1])
+            residual = columns(i.b, i.cols) if i.b.slot >= 0 else None
+            self._check_linear(i, x[self.wanted] if i.gather else x, residual, found)
+        elif i.kind == ATTENTION:
+            width = i.kv_heads * i.dim
+            self._check_attention(i, [columns(i.a, i.cols), columns(i.b, width), columns(i.c, width)], found)
+        else:
+            assert distance(found, self._activated(columns(i.a, i.cols), i.activation)) <= SUMS
+
+    def _vector(self, number: int) -> np.ndarray | None:
+        return None if number < 0 else self.engine.weights[self.vectors[number]].astype(np.float64)
+
+    def _norm(self, x: np.ndarray, weight: int, bias: int, epsilon: float) -> np.ndarray:
+        centred = x.astype(np.float64) - x.mean(axis=-1, keepdims=True, dtype=np.float64)
+        normed = centred / np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + epsilon) * self._vector(weight)
+        return normed if bias < 0 else normed + self._vector(bias)
+
+    def _activated(self, x: np.ndarray, activation: int) -> np.ndarray:
+        kind = next(kind for kind, number in ACTIVATIONS.items() if number == activation)
+        return numpy_engine.KERNELS[kind](None, None, None, [x])
+
+    def _check_linear(self, i: Any, x: np.ndarray, residual: np.ndarray | None, found: np.ndarray) -> None:
+        name = self.matrices[i.matrix]
+        if i.norm_weight >= 0:
+            normed = self.arrays[-1][: len(x)]
+            assert distance(normed, self._norm(x, i.norm_weight, i.norm_bias, i.epsilon)) <= SUMS
+            x = normed
+        if self.engine.weights.format_name(name) in INTEGER_FORMATS:
+            x = round_activation(x)
+        weight = self.engine.weights[name].astype(np.float64)
+        y = x.astype(np.float64) @ weight.T
+        allowed = SUMS * np.abs(y).max()
+        if i.bias >= 0:
+            y += self._vector(i.bias)
+        if i.activation:
+            y = self._activated(y, i.activation)
+        if residual is not None:
+            y += residual
+        assert np.abs(found - y).max() <= allowed + SUMS * np.abs(y).max(), name
+
+    def _check_attention(self, i: Any, parts: list[np.ndarray], found: np.ndarray) -> None:
+        half = self.engine.weights.half_cache
+        engine = SimpleNamespace(weights=SimpleNamespace(half_cache=half))
+        op = rounding.Op(0, "scores", (), (), (), {"scale": i.scale}, i.layer)
+        start = 0
+        for length in self.lengths:
+            batch = SimpleNamespace(starts=[0, length], pasts=[0])
+            q, k, v = (part[start : start + length].reshape(length, -1, i.dim) for part in parts)
+            if half:
+                k, v = (one.astype(np.float16).astype(np.float32) for one in (k, v))
+            scores = rounding.scores(engine, batch, op, [q, [k.swapaxes(0, 1)]])
+            weights = rounding.softmax(engine, batch, op, [scores])
+            expected = rounding.mix(engine, batch, op, [weights, [v.swapaxes(0, 1)]]).reshape(length, -1)
+            difference = np.abs(found[start : start + length] - expected) / np.abs(expected).max()
+            assert np.median(difference) <= SUMS
+            assert difference.max() <= (WEIGHT if half else SUMS)
+            start += length
