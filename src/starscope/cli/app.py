@@ -30,6 +30,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "run": ("run:run", "Continue a prompt, or fill a hole in it."),
         "tokenize": ("run:tokenize", "Show a text as a model's tokens."),
         "perplexity": ("perplexity:perplexity", "Measure how well a model predicts the text of files."),
+        "bench": ("bench:bench", "Measure how fast a model runs on this machine."),
     },
     "Work on files": {
         "convert": ("convert:convert", "Turn a Hugging Face folder into a GGUF file."),
