@@ -107,7 +107,7 @@ def test_the_engines_on_offer_are_those_that_there_are():
         (["demo", "--ctx", "-1"], "the context is -1; expected a number of tokens, at least 1."),
         (["run"], "See: starscope run --help"),
         (["run", "m", "p", "-n", "many"], "'many' is not a valid integer"),
-        (["run", "m", "p", "--engine", "abacus"], "'auto', 'torch', 'numpy'"),
+        (["run", "m", "p", "--engine", "abacus"], "'auto', 'native', 'torch', 'numpy'"),
         (["run", "m", "p", "q"], "unexpected extra argument"),
         (["completion", "tcsh"], "'bash', 'zsh', 'fish'"),
     ],
@@ -271,7 +271,7 @@ def test_a_completion_script_asks_this_command(shell, cli):
         ("starscope t", {"tokenize"}),
         ("starscope run --te", {"--temperature"}),
         ("starscope completion z", {"zsh"}),
-        ("starscope run --engine n", {"numpy"}),
+        ("starscope run --engine nu", {"numpy"}),
     ],
 )
 def test_a_shell_completes_verbs_options_and_choices(words, found, cli, monkeypatch):

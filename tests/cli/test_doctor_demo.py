@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from starscope import __version__, native
+from starscope import __version__, machine, native
 from starscope.cli import doctor
 
 
@@ -103,7 +103,7 @@ def test_demo_completes_fills_a_hole_and_says_how_to_go_on(cli, demo_model):
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert lines[0] == f"starscope {__version__}"
-    assert "numpy engine · cpu" in lines[1]
+    assert "native engine · cpu" in lines[1]
     assert "parameters" in lines[2]
     assert "class Point:" in lines
     assert ">>>" in result.stdout

@@ -25,7 +25,7 @@ def test_stdout_is_the_completion_alone_and_stderr_says_what_ran(cli, model, loa
     assert result.exit_code == 0
     assert result.stdout_bytes == loaded.generate(PROMPT, max_new_tokens=20).text.encode()
     first, last = result.stderr.splitlines()
-    assert first.startswith("tiny.gguf (starcoder F32) · numpy engine · cpu · ")
+    assert first.startswith("tiny.gguf (starcoder F32) · native engine · cpu · ")
     assert first.endswith((" thread", " threads"))
     assert "20 new tokens" in last
     assert "tok/s" in last
