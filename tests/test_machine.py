@@ -1,0 +1,65 @@
+"""Cores are counted as the process may use them: physical ones, within its affinity and its container's share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from starscope import machine
+
+QUOTA, PERIOD = "/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, threads: int, per_core: int, files: dict[str, str]) -> None:
+    """A machine of so many hardware threads, `per_core` neighbours to a core, with these files about its share."""
+    pages = dict(files)
+    for thread in range(threads):
+        first = thread // per_core * per_core
+        shared = ",".join(str(first + i) for i in range(per_core))
+        pages[f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list"] = shared
+    monkeypatch.setattr(machine, "affinity", lambda: set(range(threads)))
+    monkeypatch.setattr(machine, "read_lines", lambda path: pages.get(path, "").splitlines())
+
+
+@pytest.mark.parametrize(
+    ("threads", "per_core", "files", "cores"),
+    [
+        (8, 1, {}, 8),
+        (8, 2, {}, 4),
+        (1, 1, {}, 1),
+        (8, 1, {"/sys/fs/cgroup/cpu.max": "max 100000"}, 8),
+        (8, 1, {"/sys/fs/cgroup/cpu.max": "300000 100000"}, 3),
+        (8, 2, {"/sys/fs/cgroup/cpu.max": "300000 100000"}, 3),
+        (8, 2, {"/sys/fs/cgroup/cpu.max": "700000 100000"}, 4),
+        (8, 1, {"/sys/fs/cgroup/cpu.max": "150000 100000"}, 2),
+        (8, 1, {"/sys/fs/cgroup/cpu.max": "10000 100000"}, 1),
+        (8, 1, {QUOTA: "200000", PERIOD: "100000"}, 2),
+        (8, 1, {QUOTA: "-1", PERIOD: "100000"}, 8),
+        (8, 1, {"/sys/fs/cgroup/cpu.max": "garbage"}, 8),
+    ],
+)
+def test_cores_are_those_of_the_affinity_and_the_container(
+    monkeypatch: pytest.MonkeyPatch, threads: int, per_core: int, files: dict[str, str], cores: int
+) -> None:
+    pretend(monkeypatch, threads, per_core, files)
+    assert machine.usable_cores() == cores
+
+
+def test_a_machine_that_says_nothing_about_siblings_has_a_core_for_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "affinity", lambda: {0, 3, 5})
+    monkeypatch.setattr(machine, "read_lines", lambda path: [])
+    assert machine.usable_cores() == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
+def test_a_process_bound_to_one_thread_uses_one_core() -> None:
+    code = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "import starscope; from starscope.machine import usable_cores\n"
+        "print(usable_cores(), starscope.load('demo', engine='native').engine.threads)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["1", "1"]
