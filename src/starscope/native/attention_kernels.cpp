@@ -3,7 +3,8 @@
 // the softmax of a tile, and the merging of tiles.
 //
 // A row's bits never depend on its neighbours: every sum is one chain over its steps, whatever the number of rows
-// beside it, and everything skipped as invisible would have added zeros.
+// beside it, and everything skipped as invisible would have added zeros. (A value that is not finite is the exception:
+// rows that share a step with a later token may multiply it by a weight of 0.)
 //
 // As in kernels.cpp, no library code and no inline function from outside the set's own namespace is called here.
 #include "attention_kernels.h"
@@ -387,7 +388,8 @@ void pack(size_t dim, const float* query, float scale, uint32_t* column, size_t 
     for (size_t step = 0, i = 0; step < steps;) {
         uint32_t words[kLanes];
         const Vec first = multiply(load_up_to(query + i, dim - i), all(scale));
-        const Vec second = i + kLanes < dim ? multiply(load_up_to(query + i + kLanes, dim - i - kLanes), all(scale)) : zero();
+        Vec second = zero();
+        if (i + kLanes < dim) second = multiply(load_up_to(query + i + kLanes, dim - i - kLanes), all(scale));
         i += Operands::pack(first, second, words);
         for (size_t j = 0; j < kLanes && step < steps; ++j, ++step) column[step * stride] = words[j];
     }
@@ -396,11 +398,11 @@ void pack(size_t dim, const float* query, float scale, uint32_t* column, size_t 
 inline void convert(float* to, Vec v) { store(to, v); }
 inline void convert(uint16_t* to, Vec v) { store_halves(to, v); }
 
-// kPair: how many dims of a key, and positions of a value, lie side by side. The second value of a pair is read with the
-// first one, with a weight of 0: until it is there it must be finite.
+// kPair: how many dims of a key, and positions of a value, lie side by side. The second value of a pair is read with
+// the first one, with a weight of 0: until it is there it must be finite.
 template <class Element, size_t kPair>
-void append(size_t dim, uint8_t* key_bytes, uint8_t* value_bytes, size_t position, size_t count, const float* new_keys,
-            const float* new_values, size_t stride) {
+void append(size_t dim, uint8_t* key_bytes, uint8_t* value_bytes, size_t position, size_t count,
+            const float* new_keys, const float* new_values, size_t stride) {
     const size_t key_dims = rounded_up(dim, kPair), columns = rounded_up(dim, kLanes);
     for (; count > 0; --count, ++position, new_keys += stride, new_values += stride) {
         Element* keys = reinterpret_cast<Element*>(key_bytes) + position / kLanes * kLanes * key_dims;

@@ -193,7 +193,8 @@ void expect_close(const char* isa, const Shape& shape, const Text& text, size_t 
                 const float scaled = text.rows[row * shape.width() + head * dim + d] * scale;
                 query[d] = shape.half ? to_bfloat(scaled) : scaled;
             }
-            const size_t key_column = (shape.heads + head / group) * dim, value_column = key_column + shape.kv_heads * dim;
+            const size_t key_column = (shape.heads + head / group) * dim;
+            const size_t value_column = key_column + shape.kv_heads * dim;
             double most = -INFINITY, error = 0, sum = 0;
             for (size_t key = 0; key <= row; ++key) {
                 double score = 0, magnitude = 0;
@@ -234,7 +235,7 @@ void outputs_are_those_of_float64(const AttentionKernels& kernels, Team& team) {
         for (const int dim : {1, 3, 20, 64, 80, 128, 200}) {
             for (const auto& [heads, kv_heads] : kHeads) {
                 const Shape shape{half, dim, heads, kv_heads};
-                for (const size_t length : {1, 2, 127, 129, 290}) {
+                for (const size_t length : {1, 127, 129, 290}) {
                     if (heads * dim > 1600 && length > 129) continue;
                     Text text = make_text(shape, length, normal(static_cast<unsigned>(dim * heads + length)));
                     run_all(kernels, shape, team, {&text}, everything);
@@ -427,7 +428,8 @@ void what_lies_behind_the_end_is_not_seen(const AttentionKernels& kernels, Team&
                 cut.rows = text.rows;
                 cut.past = behind;
                 while (cut.past < text.length) {
-                    run_step(kernels, shape, team, {&cut}, {std::min<size_t>(1 + cut.past % 5, text.length - cut.past)});
+                    const size_t count = std::min(1 + cut.past % 5, text.length - cut.past);
+                    run_step(kernels, shape, team, {&cut}, {count});
                 }
                 EXPECT(memcmp(cut.output.data(), clean.data(), clean.size() * sizeof(float)) == 0,
                        "%s, %s: rubbish behind position %zu is seen", kernels.isa, shape.name().c_str(), behind);
@@ -492,15 +494,15 @@ void time_step(const AttentionKernels& kernels, const Shape& shape, Team& team, 
         best = std::min(best, total / layers);
         best_busy = std::min(best_busy, (processor_seconds() - busy) / layers / team.size());
     }
-    printf("%-12s %-24s past %5zu rows %4zu batch %zu layers %2d: %9.1f us (busy %9.1f us) %7.1f GFLOP/s %6.1f GB/s\n", kernels.isa,
-           shape.name().c_str(), past, rows, batch, layers, best * 1e6, best_busy * 1e6, flops / best * 1e-9,
+    printf("%-12s %-24s past %5zu rows %4zu batch %zu layers %2d: %9.1f us (busy %9.1f us) %7.1f GFLOP/s %6.1f GB/s\n",
+           kernels.isa, shape.name().c_str(), past, rows, batch, layers, best * 1e6, best_busy * 1e6,
+           flops / best * 1e-9,
            batch * shape.kv_heads * (shape.cache().key_bytes(past) + shape.cache().value_bytes(past)) / best * 1e-9);
 }
 
-void time_all(const std::vector<std::string>& isas, int threads) {
+void time_all(const std::vector<const AttentionKernels*>& all, int threads) {
     Team team(threads);
-    for (const AttentionKernels* kernels : usable_kernels()) {
-        if (std::find(isas.begin(), isas.end(), kernels->isa) == isas.end()) continue;
+    for (const AttentionKernels* kernels : all) {
         for (const bool half : {true, false}) {
             for (const auto& [dim, heads] : {std::pair{128, 16}, {64, 12}}) {
                 time_step(*kernels, {half, dim, heads, 1}, team, 7168, 512, 1, 1);
@@ -516,9 +518,9 @@ void time_all(const std::vector<std::string>& isas, int threads) {
     }
 }
 
-int test_all() {
+int test_all(const std::vector<const AttentionKernels*>& all) {
     Team one(1), two(2), three(3);
-    for (const AttentionKernels* kernels : usable_kernels()) {
+    for (const AttentionKernels* kernels : all) {
         const std::vector<std::pair<const char*, std::function<void()>>> tests{
             {"outputs are those of float64", [&] { outputs_are_those_of_float64(*kernels, two); }},
             {"bits do not depend on steps, threads or batches",
@@ -543,15 +545,17 @@ int test_all() {
 }  // namespace
 }  // namespace starscope
 
-// test_attention                              runs the tests
+// test_attention [ISA...]                     runs the tests
 // test_attention --time [THREADS [ISA...]]    prints times; "busy" is processor time, for a machine that does more
 int main(int count, char** arguments) {
     setvbuf(stdout, nullptr, _IOLBF, 0);
-    if (count > 1 && strcmp(arguments[1], "--time") == 0) {
-        std::vector<std::string> isas(arguments + std::min(count, 3), arguments + count);
-        if (isas.empty()) isas = {starscope::usable_kernels().back()->isa};
-        starscope::time_all(isas, count > 2 ? atoi(arguments[2]) : 2);
-        return 0;
+    const bool time = count > 1 && strcmp(arguments[1], "--time") == 0;
+    const int threads = time && count > 2 ? atoi(arguments[2]) : 2;
+    const std::vector<std::string> names(arguments + std::min(count, time ? 3 : 1), arguments + count);
+    std::vector<const starscope::AttentionKernels*> kernels;
+    for (const auto* each : starscope::usable_kernels()) {
+        if (names.empty() || std::find(names.begin(), names.end(), each->isa) != names.end()) kernels.push_back(each);
     }
-    return starscope::test_all();
+    if (time) starscope::time_all(kernels, threads);
+    return time ? 0 : starscope::test_all(kernels);
 }
