@@ -49,7 +49,7 @@ def test_a_forked_child_says_why_or_runs_and_never_hangs(in_parent: str, in_chil
         [sys.executable, "-W", "ignore", "-c", PARENT, in_parent, in_child],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1"},
     )
