@@ -49,7 +49,7 @@ struct Q4_0 {
 };
 
 struct Q8_0 {
-    static constexpr bool kWide = true;  // quants take all 8 bits
+    static constexpr bool kWide = true;  // quants take all 8 bits: there is nothing to unpack
     static constexpr size_t kGroup = 8 * (32 + 512);
     static constexpr bool kMinima = false;
     static constexpr int kHalves = 1;
@@ -193,9 +193,9 @@ void unpacked_rows(const uint8_t* part, size_t blocks, const Rows& rows, bool go
 }
 
 template <typename W, int M>
-void quantized_rows(const uint8_t* panel, size_t blocks, const Rows& rows, float* products) {
+void quantized_rows(const uint8_t* panel, size_t blocks, const Rows& rows, bool goes_on, float* products) {
     Lanes sums[M];
-    UNROLL for (int r = 0; r < M; ++r) sums[r] = zeros();
+    UNROLL for (int r = 0; r < M; ++r) sums[r] = goes_on ? from_floats(products + r * kPanelRows) : zeros();
     const size_t groups = blocks / kGroupBlocks;
     for (size_t g = 0; g < groups; ++g, panel += W::kGroup) {
 
@@ -271,7 +271,7 @@ template <typename W>
 void multiply_quantized(const uint8_t* panel, size_t blocks, const uint8_t* tile, size_t rows, float* products) {
     for (size_t r = 0; r < rows;) {
         r += with_rows(rows - r, [&]<int M>() {
-            quantized_rows<W, M>(panel, blocks, Rows(tile, blocks, rows, r), products + r * kPanelRows);
+            quantized_rows<W, M>(panel, blocks, Rows(tile, blocks, rows, r), false, products + r * kPanelRows);
         });
     }
 }
@@ -282,7 +282,11 @@ void multiply_quantized_part(const uint8_t* part, size_t first, size_t count, si
     for (size_t r = 0; r < rows;) {
         r += with_rows(rows - r, [&]<int M>() {
             const Rows from(tile, blocks, rows, r, first);
-            unpacked_rows<W, M>(part, count, from, first > 0, products + r * kPanelRows);
+            if constexpr (W::kWide) {
+                quantized_rows<W, M>(part, count, from, first > 0, products + r * kPanelRows);
+            } else {
+                unpacked_rows<W, M>(part, count, from, first > 0, products + r * kPanelRows);
+            }
         });
     }
 }
@@ -346,8 +350,7 @@ void multiply(const PanelType& type, const uint8_t* panel, size_t panel_bytes, s
 size_t part_bytes(const PanelType& type, size_t cols) {
     const size_t blocks = cols / 32;
     switch (type.type_id) {
-        case kQ4_0:
-        case kQ8_0: return Unpacked<Q8_0>::bytes(blocks);
+        case kQ4_0: return Unpacked<Q4_0>::bytes(blocks);
         case kQ4_K:
         case kQ5_K: return Unpacked<Q4_K>::bytes(blocks);
         case kQ6_K: return Unpacked<Q6_K>::bytes(blocks);
@@ -358,10 +361,10 @@ size_t part_bytes(const PanelType& type, size_t cols) {
 const uint8_t* unpack(const PanelType& type, const uint8_t* panel, size_t first, size_t count, size_t cols,
                       uint8_t* part) {
     if (type.is_float) return panel + first * type.group_bytes;
+    if (type.type_id == kQ8_0) return panel + first / 32 / kGroupBlocks * type.group_bytes;  // bytes already
     const size_t from = first / 32, blocks = count / 32, all = cols / 32;
     switch (type.type_id) {
         case kQ4_0: return unpack<Q4_0>(panel, from, blocks, all, part);
-        case kQ8_0: return unpack<Q8_0>(panel, from, blocks, all, part);
         case kQ4_K: return unpack<Q4_K>(panel, from, blocks, all, part);
         case kQ5_K: return unpack<Q5_K>(panel, from, blocks, all, part);
         default: return unpack<Q6_K>(panel, from, blocks, all, part);
