@@ -64,6 +64,7 @@ HPARAMS = {
     "vocab_size": VOCAB_SIZE,
 }
 HELD_OUT = 0.025  # of the library's modules
+TEST_SHARE = 0.25  # of the library's tests that the tokenizer is made of, and the model as a rule
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 # Tables written by programs, tests of broken files, and examples that hold data more than code.
 SKIPPED = re.compile(
@@ -71,6 +72,9 @@ SKIPPED = re.compile(
     r"|unicodedata|tkinter/tix|turtledemo/|badsyntax|bad_coding"
 )
 TESTS = re.compile(r"(^|/)(test|tests|idle_test)(/|$)|(^|/)test_")
+# Where a test module is cut into documents of its own: the blank lines before a function, a method or a class.
+PIECE = re.compile(r"\n+(?=\n(?:    )?(?:@|def |class |async def ))")
+SHORT_LINES = (2, 9)  # of a document when they are short
 
 
 @dataclass(frozen=True)
@@ -101,42 +105,77 @@ def library(test_share: float) -> tuple[list[Document], list[Document]]:
     return train + [document for document in found if is_test(document.name)], held_out
 
 
-def read(documents: list[Document]) -> dict[str, str]:
-    """Texts by name. The few files that are empty, or on purpose not UTF-8, are left out."""
+def read(documents: list[Document], *, short: bool = False) -> dict[str, str]:
+    """Texts by name. The few files that are empty, or on purpose not UTF-8, are left out.
+
+    A test module becomes one text for each of its functions, or, when they are to be `short`, one for every few lines.
+    Cuts for fill-in-the-middle are uniform over a document, so it is in short documents that a model meets short
+    middles, the kind that an editor asks for.
+    """
     texts = {}
     for document in documents:
         try:
             text = document.text()
         except InvalidContentError:
             continue
-        if text.strip():
+        if is_test(document.name):
+            pieces = [piece.lstrip("\n") for piece in PIECE.split(text)]
+            if short:
+                pieces = [part for piece in pieces for part in few_lines(piece, document.name)]
+            texts.update((f"{document.name}#{number}", piece) for number, piece in enumerate(pieces) if piece.strip())
+        elif text.strip():
             texts[document.name] = text
     return texts
 
 
-def prepare(work: Path, test_share: float) -> Data:
-    """The tokenizer and the two token files, made when they are missing or the text has changed."""
-    train, held_out = map(read, library(test_share))
-    digest = hashlib.sha256(json.dumps([VOCAB_SIZE, train, held_out]).encode()).hexdigest()
-    stamp, tokenizer = work / "data.sha256", work / "tokenizer.json"
-    if not stamp.exists() or stamp.read_text() != digest:
-        work.mkdir(parents=True, exist_ok=True)
-        bpe = BPE.train(train.values(), VOCAB_SIZE)
-        bpe.save(tokenizer)
-        end = bpe.token_id(END_OF_TEXT)
-        for name, texts in (("train", train), ("held_out", held_out)):
-            path = work / f"{name}.tokens"
-            write_tokens(path, texts.values(), bpe, vocab_size=VOCAB_SIZE, end_of_text=end, fingerprint=digest)
-        stamp.write_text(digest)
+def few_lines(text: str, name: str) -> list[str]:
+    """A text in parts of 2 to 9 lines."""
+    lines, parts = text.splitlines(keepends=True), []
+    low, high = SHORT_LINES
+    while lines:
+        count = low + int(name_fraction(f"{name} {len(parts)} {len(lines)}") * (high - low + 1))
+        parts.append("".join(lines[:count]))
+        lines = lines[count:]
+    return parts
+
+
+def prepare(work: Path, test_share: float, *, short: bool) -> Data:
+    """The tokenizer and the token files, made when they are missing or the text has changed.
+
+    The tokenizer is that of the usual documents, whichever are trained on.
+    """
+    train, held_out = map(read, library(TEST_SHARE))
+    tokenizer = work / "tokenizer.json"
+    if changed(work / "data.sha256", [VOCAB_SIZE, train, held_out]) or not tokenizer.exists():
+        BPE.train(train.values(), VOCAB_SIZE).save(tokenizer)
+    bpe = BPE.read(tokenizer)
+    if short or test_share != TEST_SHARE:
+        train = read(library(test_share)[0], short=short)
+    name = "short" if short else "train"
+    for part, texts in ((name, train), ("held_out", held_out)):
+        path = work / f"{part}.tokens"
+        if changed(work / f"{part}.sha256", [bpe.to_json(), texts]) or not path.exists():
+            end = bpe.token_id(END_OF_TEXT)
+            write_tokens(path, texts.values(), bpe, vocab_size=VOCAB_SIZE, end_of_text=end)
     text = "".join(held_out.values()).encode()
     packed = lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)
     return Data(
-        BPE.read(tokenizer),
-        open_tokens(work / "train.tokens"),
+        bpe,
+        open_tokens(work / f"{name}.tokens"),
         open_tokens(work / "held_out.tokens"),
         list(held_out),
         8 * len(packed) / len(text),
     )
+
+
+def changed(stamp: Path, content: object) -> bool:
+    """Whether the content is another than when this was last asked; the stamp remembers."""
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    if stamp.exists() and stamp.read_text() == digest:
+        return False
+    stamp.parent.mkdir(parents=True, exist_ok=True)
+    stamp.write_text(digest)
+    return True
 
 
 def make_trainer(args: argparse.Namespace, graph: Graph, data: Data, steps: int) -> Trainer:
@@ -156,7 +195,8 @@ def make_trainer(args: argparse.Namespace, graph: Graph, data: Data, steps: int)
         folder=args.work,
         held_out=held_out_documents(data),
         pad=fim.pad,
-        facts={"data": data.train.fingerprint},
+        facts={"tokenizer": hashlib.sha256(data.bpe.to_json().encode()).hexdigest()},
+        notes={"tests": args.tests, "short": args.short},
         report=say,
     )
 
@@ -217,6 +257,8 @@ def commands(log: list[dict[str, Any]]) -> str:
     return "\n".join(
         f"python scripts/train_demo.py --batch-size {line['run']['batch_size']} --steps {end} "
         f"--decay-steps {line['run']['decay_steps']} --learning-rate {line['run']['learning_rate']:g}"
+        + (f" --tests {line['run']['tests']:g}" if line["run"].get("tests", TEST_SHARE) != TEST_SHARE else "")
+        + (" --short" if line["run"].get("short") else "")
         + (" --resume" if line["step"] else "")
         for line, end in zip(runs, ends, strict=True)
     )
@@ -301,14 +343,20 @@ def parse() -> argparse.Namespace:
     add("--decay-steps", type=int, help="the length of the learning rate's schedule (default: as --steps)")
     add("--batch-size", type=int, default=8, help="samples a step (default: %(default)s)")
     add("--learning-rate", type=float, default=2.5e-3, help="at its highest (default: %(default)s)")
-    add("--tests", type=float, default=0.25, help="share of the library's tests to train on (default: %(default)s)")
+    add(
+        "--tests",
+        type=float,
+        default=TEST_SHARE,
+        help="share of the library's tests to train on (default: %(default)s)",
+    )
+    add("--short", action="store_true", help="cut the tests into documents of a few lines")
     add("--resume", action="store_true", help="go on from the last checkpoint in --work")
     return parser.parse_args()
 
 
 def main() -> int:
     args = parse()
-    data = prepare(args.work, args.tests)
+    data = prepare(args.work, args.tests, short=args.short)
     for what, file in (("training", data.train), ("held out", data.held_out)):
         say(f"{what}: {file.documents} files, {file.bytes} bytes, {len(file.ids)} tokens")
     family = find_family("gpt_bigcode")

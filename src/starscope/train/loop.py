@@ -157,9 +157,14 @@ class Trainer:
         held_out: HeldOut | None = None,
         pad: int | None = None,
         facts: Mapping[str, Any] | None = None,
+        notes: Mapping[str, Any] | None = None,
         report: Callable[[Mapping[str, Any]], None] = lambda line: None,
     ) -> None:
-        """`facts` describe the data and the model; a checkpoint whose facts differ is refused on resume."""
+        """`facts` describe the data and the model; a checkpoint whose facts differ is refused on resume.
+
+        `notes` go into the log's line where a run begins.
+        """
+        self._notes = dict(notes or {})
         self.batches, self.options, self.folder, self.held_out = batches, options, folder, held_out
         self._pad, self._report = pad, report
         own = {"seed": options.seed, "batch_size": options.batch_size, "hparams": dict(graph.hp)}
@@ -226,6 +231,7 @@ class Trainer:
                     "batch_size": options.batch_size,
                     "learning_rate": options.schedule.peak,
                     "precision": str(self.dtype).removeprefix("torch."),
+                    **self._notes,
                 },
             })  # fmt: skip
         started = time.perf_counter()
