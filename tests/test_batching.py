@@ -37,7 +37,9 @@ class CountingEngine:
         self.caches: list[Cache] = []
 
     def new_cache(self) -> Cache:
-        cache = ArrayCache(num_layers=0, context_length=self.context_length, allocate=np.empty, as_cached=lambda rows: rows)
+        cache = ArrayCache(
+            num_layers=0, context_length=self.context_length, allocate=np.empty, as_cached=lambda rows: rows
+        )
         self.caches.append(cache)
         return cache
 

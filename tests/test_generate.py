@@ -32,7 +32,9 @@ class ScriptedEngine:
         self.prompt_tokens: int | None = None
 
     def new_cache(self) -> Cache:
-        return ArrayCache(num_layers=0, context_length=self.context_length, allocate=np.empty, as_cached=lambda rows: rows)
+        return ArrayCache(
+            num_layers=0, context_length=self.context_length, allocate=np.empty, as_cached=lambda rows: rows
+        )
 
     def forward(self, sequences: Any, caches: Any, wanted: str = "last") -> list[np.ndarray]:
         [ids], [cache] = sequences, caches
