@@ -25,7 +25,7 @@ size_t tiles_of(size_t positions) { return (positions + kTileKeys - 1) / kTileKe
 
 // Cuts arrays out of a piece of memory, or just counts when there is none.
 class Arena {
-public:
+  public:
     explicit Arena(uint8_t* base) : base_(base) {}
 
     template <typename T>
@@ -36,7 +36,7 @@ public:
     }
     size_t used() const { return used_; }
 
-private:
+  private:
     uint8_t* base_;
     size_t used_ = 0;
 };
@@ -87,14 +87,14 @@ struct Sizes {
 
 // Counts through the items of work in the order in which every thread meets them, and takes some of them.
 class Queue {
-public:
+  public:
     explicit Queue(Team& team) : team_(team) { take(); }
 
     // Whether the next item is this thread's. After doing it, take().
     bool reached() { return item_++ == mine_; }
     void take() { mine_ = team_.take(1); }
 
-private:
+  private:
     Team& team_;
     size_t item_ = 0;
     size_t mine_;
@@ -102,7 +102,7 @@ private:
 
 // One thread's part of a step.
 class Worker {
-public:
+  public:
     Worker(const AttentionKernels& kernels, const AttentionStep& step, Team& team, int thread, uint8_t* scratch)
         : step_(step),
           arithmetic_(step.cache.half ? kernels.half : kernels.single),
@@ -148,7 +148,7 @@ public:
         team_.barrier();
     }
 
-private:
+  private:
     // Sequences of one unit for each key head: the thread that needs its new keys and values appends them.
     bool is_short(const AttentionSequence& sequence) const {
         return sequence.new_rows > 0 && sequence.new_rows <= unit_positions_;

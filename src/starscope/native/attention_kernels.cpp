@@ -401,8 +401,8 @@ inline void convert(uint16_t* to, Vec v) { store_halves(to, v); }
 // kPair: how many dims of a key, and positions of a value, lie side by side. The second value of a pair is read with
 // the first one, with a weight of 0: until it is there it must be finite.
 template <class Element, size_t kPair>
-void append(size_t dim, uint8_t* key_bytes, uint8_t* value_bytes, size_t position, size_t count,
-            const float* new_keys, const float* new_values, size_t stride) {
+void append(size_t dim, uint8_t* key_bytes, uint8_t* value_bytes, size_t position, size_t count, const float* new_keys,
+            const float* new_values, size_t stride) {
     const size_t key_dims = rounded_up(dim, kPair), columns = rounded_up(dim, kLanes);
     for (; count > 0; --count, ++position, new_keys += stride, new_values += stride) {
         Element* keys = reinterpret_cast<Element*>(key_bytes) + position / kLanes * kLanes * key_dims;

@@ -49,13 +49,13 @@ constexpr size_t panel_words(size_t dim) { return 32 * (dim + 1 > kTileKeys ? di
 
 struct AttentionTile {
     size_t dim;
-    size_t first_key;       // position of the tile's first key
-    uint8_t* keys;          // the tile's part of the cache
+    size_t first_key;  // position of the tile's first key
+    uint8_t* keys;     // the tile's part of the cache
     uint8_t* values;
     const uint8_t* next_keys;  // those of the tile that this thread will probably attend to next
-    AttentionRows rows;     // in the order of positions; the last one sees this tile
+    AttentionRows rows;        // in the order of positions; the last one sees this tile
     const uint32_t* queries;
-    size_t query_stride;    // words from a step to the next
+    size_t query_stride;  // words from a step to the next
     AttentionScratch scratch;
     AttentionState state;
 };

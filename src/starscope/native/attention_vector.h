@@ -157,8 +157,8 @@ inline __m256 round_to_bfloat(__m256 a) {
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
     const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
-    const __m256 chosen = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet),
-                                           _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+    const __m256 chosen =
+        _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
     return _mm256_and_ps(chosen, _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 inline Vec round_to_bfloat(Vec v) { return {round_to_bfloat(v.a), round_to_bfloat(v.b)}; }

@@ -1,10 +1,10 @@
 // What one instruction set offers the engine besides attention: products with panels, and the small steps between them.
 //
-// A linear layer takes its rows in tiles of kTileRows, the last with what is left. `prepare` lays one float32 row out in its place in a tile: int8
-// blocks of 32 with a scale each for quantized weights, the numbers themselves for float ones. `multiply` gives the
-// products of the rows of a tile with one panel; `finish` adds the bias and what else follows. The sum over the columns
-// has one order for each row, whatever the other rows are: block by block for quantized weights (within a block sums are
-// of integers, exact), column by column for float ones.
+// A linear layer takes its rows in tiles of kTileRows, the last with what is left. `prepare` lays one float32 row out
+// in its place in a tile: int8 blocks of 32 with a scale each for quantized weights, the numbers themselves for float
+// ones. `multiply` gives the products of the rows of a tile with one panel; `finish` adds the bias and what else
+// follows. The sum over the columns has one order for each row, whatever the other rows are: block by block for
+// quantized weights (within a block sums are of integers, exact), column by column for float ones.
 #pragma once
 
 #include <stddef.h>
@@ -19,8 +19,10 @@ constexpr size_t kTileRows = 12;
 // A tile of `rows` prepared rows in memory. For quantized weights (`blocks` = columns / 32):
 //     int8   quants[blocks][rows][32]
 //     float  scale[blocks][rows]
-//     int32  start[blocks][rows][2]    what the integer sum of each half block starts from: it takes back what was added
-//                                      to the quants of the weights to make them unsigned; or, for types with a minimum,
+//     int32  start[blocks][rows][2]    what the integer sum of each half block starts from: it takes back what was
+//     added
+//                                      to the quants of the weights to make them unsigned; or, for types with a
+//                                      minimum,
 //     float  start[blocks][rows][2]    scale times the sum of the block's quants
 // For float weights: float values[cols][rows].
 inline size_t tile_bytes(const PanelType& type, size_t cols, size_t rows) {
@@ -31,7 +33,8 @@ inline size_t tile_bytes(const PanelType& type, size_t cols, size_t rows) {
 enum Activation : int { kNoActivation = 0, kGelu = 1, kGeluTanh = 2 };
 
 // One row: y = (x - mean) / sqrt(variance + epsilon) * weight + bias. `bias` may be null.
-using LayerNorm = void (*)(const float* x, size_t cols, float epsilon, const float* weight, const float* bias, float* y);
+using LayerNorm = void (*)(const float* x, size_t cols, float epsilon, const float* weight, const float* bias,
+                           float* y);
 
 struct Epilogue {
     const float* bias;      // of these columns and, at the end, up to a multiple of 16; or null
@@ -49,10 +52,10 @@ struct ComputeKernels {
     // products[panel][row][16] of a tile with `panels` panels, panel_bytes apart.
     void (*multiply)(const PanelType& type, const uint8_t* panel, size_t panel_bytes, size_t panels, size_t cols,
                      const uint8_t* tile, size_t rows, float* products);
-    // For many rows: columns first .. first+count-1 of a panel (`first` a multiple of 256), its quants unpacked to bytes
-    // once for many tiles, in `part` (part_bytes(type, count); float types are given back as they lie). multiply_part
-    // adds those columns to the products [row][16] of one tile, which it sets for first = 0. Going through all columns
-    // in order gives the bits of `multiply`.
+    // For many rows: columns first .. first+count-1 of a panel (`first` a multiple of 256), its quants unpacked to
+    // bytes once for many tiles, in `part` (part_bytes(type, count); float types are given back as they lie).
+    // multiply_part adds those columns to the products [row][16] of one tile, which it sets for first = 0. Going
+    // through all columns in order gives the bits of `multiply`.
     size_t (*part_bytes)(const PanelType& type, size_t cols);
     const uint8_t* (*unpack)(const PanelType& type, const uint8_t* panel, size_t first, size_t count, size_t cols,
                              uint8_t* part);

@@ -1,7 +1,6 @@
 // The small steps between products, and how rows are prepared for them. Compiled once per instruction set; the rules of
 // kernels.cpp hold: float32, sums in a fixed order (16 lanes, then halves), no library code.
 #include "compute.h"
-
 #include "linear_kernels.h"
 #include "vectors.h"
 

@@ -247,7 +247,7 @@ inline void encode_with_minimum(const float* values, uint8_t* packed, size_t blo
         const int count = static_cast<int>(blocks - b < kTogether ? blocks - b : kTogether);
         for (int k = 0; k < count; ++k) lay_in_lanes<kGroup>(values + (b + k) * kSuperValues, x, k * kGroups);
         for (int lane = 0; lane < count * kGroups; lane += kLanes) {
-            const float(*part)[kBatch] = reinterpret_cast<const float(*)[kBatch]>(&x[0][lane]);
+            const float (*part)[kBatch] = reinterpret_cast<const float (*)[kBatch]>(&x[0][lane]);
             fit_with_minimum<kTop, kFirst, kLast>(part, scales + lane, minima + lane);
         }
         for (int k = 0; k < count; ++k) {
@@ -323,7 +323,7 @@ void encode_q6_k(const float* __restrict values, uint8_t* __restrict packed, siz
     for (size_t b = 0; b < blocks; ++b, values += kSuperValues) {
         lay_in_lanes<kSmallGroup>(values, x, 0);
         for (int lane = 0; lane < kBatch; lane += kLanes) {
-            fit_around_zero(reinterpret_cast<const float(*)[kBatch]>(&x[0][lane]), scales + lane);
+            fit_around_zero(reinterpret_cast<const float (*)[kBatch]>(&x[0][lane]), scales + lane);
         }
         if (!encodable(values) || !fill_around_zero(values, scales, out[b])) {
             __builtin_memset(&out[b], 0, sizeof out[b]);

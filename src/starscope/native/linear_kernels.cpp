@@ -198,7 +198,6 @@ void quantized_rows(const uint8_t* panel, size_t blocks, const Rows& rows, bool 
     UNROLL for (int r = 0; r < M; ++r) sums[r] = goes_on ? from_floats(products + r * kPanelRows) : zeros();
     const size_t groups = blocks / kGroupBlocks;
     for (size_t g = 0; g < groups; ++g, panel += W::kGroup) {
-
         const W w(panel, kGroupBlocks);
         for (size_t b = 0; b < kGroupBlocks; ++b) {
             add_block<W, M>(w, b, g * kGroupBlocks + b, rows, sums);
@@ -228,8 +227,8 @@ struct BF16 {
 
 // P panels at once, so that a single row has P sums that do not wait for one another.
 template <typename W, int M, int P>
-void float_rows(const uint8_t* panel, size_t panel_bytes, size_t cols, const float* values, size_t stride,
-                bool goes_on, float* products, size_t product_stride) {
+void float_rows(const uint8_t* panel, size_t panel_bytes, size_t cols, const float* values, size_t stride, bool goes_on,
+                float* products, size_t product_stride) {
     Lanes sums[P][M];
     UNROLL for (int p = 0; p < P; ++p) {
         UNROLL for (int r = 0; r < M; ++r) {
@@ -309,7 +308,8 @@ void multiply_floats(const uint8_t* panel, size_t panel_bytes, size_t panels, si
     const size_t stride = rows * kPanelRows;
     size_t p = 0;
     for (; rows == 1 && p + 4 <= panels; p += 4) {
-        float_rows<W, 1, 4>(panel + p * panel_bytes, panel_bytes, cols, values, 1, false, products + p * stride, stride);
+        float_rows<W, 1, 4>(panel + p * panel_bytes, panel_bytes, cols, values, 1, false, products + p * stride,
+                            stride);
     }
     for (; p < panels; ++p) {
         multiply_floats_part<W>(panel + p * panel_bytes, 0, cols, tile, rows, products + p * stride);
@@ -320,29 +320,47 @@ void multiply_floats(const uint8_t* panel, size_t panel_bytes, size_t panels, si
 
 int weight_offset(int type_id) {
     switch (type_id) {
-        case kQ4_0: return 8;
-        case kQ8_0: return kSignedBytes ? 0 : 128;
-        case kQ6_K: return 32;
-        default: return 0;
+        case kQ4_0:
+            return 8;
+        case kQ8_0:
+            return kSignedBytes ? 0 : 128;
+        case kQ6_K:
+            return 32;
+        default:
+            return 0;
     }
 }
 
 void multiply(const PanelType& type, const uint8_t* panel, size_t panel_bytes, size_t panels, size_t cols,
               const uint8_t* tile, size_t rows, float* products) {
     switch (type.type_id) {
-        case kF32: return multiply_floats<F32>(panel, panel_bytes, panels, cols, tile, rows, products);
-        case kF16: return multiply_floats<F16>(panel, panel_bytes, panels, cols, tile, rows, products);
-        case kBF16: return multiply_floats<BF16>(panel, panel_bytes, panels, cols, tile, rows, products);
-        default: break;
+        case kF32:
+            return multiply_floats<F32>(panel, panel_bytes, panels, cols, tile, rows, products);
+        case kF16:
+            return multiply_floats<F16>(panel, panel_bytes, panels, cols, tile, rows, products);
+        case kBF16:
+            return multiply_floats<BF16>(panel, panel_bytes, panels, cols, tile, rows, products);
+        default:
+            break;
     }
     const size_t blocks = cols / 32;
     for (size_t p = 0; p < panels; ++p, panel += panel_bytes, products += rows * kPanelRows) {
         switch (type.type_id) {
-            case kQ4_0: multiply_quantized<Q4_0>(panel, blocks, tile, rows, products); break;
-            case kQ8_0: multiply_quantized<Q8_0>(panel, blocks, tile, rows, products); break;
-            case kQ4_K: multiply_quantized<Q4_K>(panel, blocks, tile, rows, products); break;
-            case kQ5_K: multiply_quantized<Q5_K>(panel, blocks, tile, rows, products); break;
-            case kQ6_K: multiply_quantized<Q6_K>(panel, blocks, tile, rows, products); break;
+            case kQ4_0:
+                multiply_quantized<Q4_0>(panel, blocks, tile, rows, products);
+                break;
+            case kQ8_0:
+                multiply_quantized<Q8_0>(panel, blocks, tile, rows, products);
+                break;
+            case kQ4_K:
+                multiply_quantized<Q4_K>(panel, blocks, tile, rows, products);
+                break;
+            case kQ5_K:
+                multiply_quantized<Q5_K>(panel, blocks, tile, rows, products);
+                break;
+            case kQ6_K:
+                multiply_quantized<Q6_K>(panel, blocks, tile, rows, products);
+                break;
         }
     }
 }
@@ -350,11 +368,15 @@ void multiply(const PanelType& type, const uint8_t* panel, size_t panel_bytes, s
 size_t part_bytes(const PanelType& type, size_t cols) {
     const size_t blocks = cols / 32;
     switch (type.type_id) {
-        case kQ4_0: return Unpacked<Q4_0>::bytes(blocks);
+        case kQ4_0:
+            return Unpacked<Q4_0>::bytes(blocks);
         case kQ4_K:
-        case kQ5_K: return Unpacked<Q4_K>::bytes(blocks);
-        case kQ6_K: return Unpacked<Q6_K>::bytes(blocks);
-        default: return 0;
+        case kQ5_K:
+            return Unpacked<Q4_K>::bytes(blocks);
+        case kQ6_K:
+            return Unpacked<Q6_K>::bytes(blocks);
+        default:
+            return 0;
     }
 }
 
@@ -364,28 +386,41 @@ const uint8_t* unpack(const PanelType& type, const uint8_t* panel, size_t first,
     if (type.type_id == kQ8_0) return panel + first / 32 / kGroupBlocks * type.group_bytes;  // bytes already
     const size_t from = first / 32, blocks = count / 32, all = cols / 32;
     switch (type.type_id) {
-        case kQ4_0: return unpack<Q4_0>(panel, from, blocks, all, part);
-        case kQ4_K: return unpack<Q4_K>(panel, from, blocks, all, part);
-        case kQ5_K: return unpack<Q5_K>(panel, from, blocks, all, part);
-        default: return unpack<Q6_K>(panel, from, blocks, all, part);
+        case kQ4_0:
+            return unpack<Q4_0>(panel, from, blocks, all, part);
+        case kQ4_K:
+            return unpack<Q4_K>(panel, from, blocks, all, part);
+        case kQ5_K:
+            return unpack<Q5_K>(panel, from, blocks, all, part);
+        default:
+            return unpack<Q6_K>(panel, from, blocks, all, part);
     }
 }
 
 void multiply_part(const PanelType& type, const uint8_t* part, size_t first, size_t count, size_t cols,
                    const uint8_t* tile, size_t rows, float* products) {
     switch (type.type_id) {
-        case kF32: return multiply_floats_part<F32>(part, first, count, tile, rows, products);
-        case kF16: return multiply_floats_part<F16>(part, first, count, tile, rows, products);
-        case kBF16: return multiply_floats_part<BF16>(part, first, count, tile, rows, products);
-        default: break;
+        case kF32:
+            return multiply_floats_part<F32>(part, first, count, tile, rows, products);
+        case kF16:
+            return multiply_floats_part<F16>(part, first, count, tile, rows, products);
+        case kBF16:
+            return multiply_floats_part<BF16>(part, first, count, tile, rows, products);
+        default:
+            break;
     }
     const size_t from = first / 32, blocks = count / 32, all = cols / 32;
     switch (type.type_id) {
-        case kQ4_0: return multiply_quantized_part<Q4_0>(part, from, blocks, all, tile, rows, products);
-        case kQ8_0: return multiply_quantized_part<Q8_0>(part, from, blocks, all, tile, rows, products);
-        case kQ4_K: return multiply_quantized_part<Q4_K>(part, from, blocks, all, tile, rows, products);
-        case kQ5_K: return multiply_quantized_part<Q5_K>(part, from, blocks, all, tile, rows, products);
-        default: return multiply_quantized_part<Q6_K>(part, from, blocks, all, tile, rows, products);
+        case kQ4_0:
+            return multiply_quantized_part<Q4_0>(part, from, blocks, all, tile, rows, products);
+        case kQ8_0:
+            return multiply_quantized_part<Q8_0>(part, from, blocks, all, tile, rows, products);
+        case kQ4_K:
+            return multiply_quantized_part<Q4_K>(part, from, blocks, all, tile, rows, products);
+        case kQ5_K:
+            return multiply_quantized_part<Q5_K>(part, from, blocks, all, tile, rows, products);
+        default:
+            return multiply_quantized_part<Q6_K>(part, from, blocks, all, tile, rows, products);
     }
 }
 

@@ -13,7 +13,7 @@
 namespace starscope {
 
 class Memory {
-public:
+  public:
     Memory() = default;
     // std::bad_alloc when there is no room for the addresses.
     explicit Memory(size_t bytes) : bytes_(bytes) {
@@ -53,14 +53,14 @@ public:
         *this = Memory(bytes);
     }
 
-private:
+  private:
     uint8_t* data_ = nullptr;
     size_t bytes_ = 0;
 };
 
 // Many pieces of memory that live as long as the pool: they share large pages, which single ones may be too small for.
 class Pool {
-public:
+  public:
     // A place of `bytes` bytes at a multiple of 64.
     uint8_t* take(size_t bytes) {
         bytes = (bytes + 63) / 64 * 64;
@@ -78,7 +78,7 @@ public:
         return taken;
     }
 
-private:
+  private:
     static constexpr size_t kBlock = size_t{1} << 30, kLargePage = size_t{2} << 20;
     std::vector<Memory> blocks_;
     uint8_t* next_ = nullptr;

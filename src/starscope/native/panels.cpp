@@ -80,8 +80,8 @@ void pack_q45_k(const uint8_t* source, size_t row, size_t blocks, uint8_t* panel
     }
 }
 
-// Of each 128 values: 64 bytes of lower halves (blocks 0 and 1, then 2 and 3 in the upper halves of the same bytes), and
-// 32 bytes of upper bits, two for each of the four blocks.
+// Of each 128 values: 64 bytes of lower halves (blocks 0 and 1, then 2 and 3 in the upper halves of the same bytes),
+// and 32 bytes of upper bits, two for each of the four blocks.
 void pack_q6_k(const uint8_t* source, size_t row, size_t blocks, uint8_t* panel) {
     constexpr size_t kBlock = 384;
     for (size_t s = 0; s < blocks / kGroupBlocks; ++s, source += 210, panel += 3392) {
@@ -134,11 +134,21 @@ void pack_panel(const PanelType& type, const uint8_t* file_rows, size_t row_byte
     }
     for (size_t r = 0; r < rows; ++r, file_rows += row_bytes) {
         switch (type.type_id) {
-            case kQ4_0: pack_q4_0(file_rows, r, cols / 32, panel); break;
-            case kQ8_0: pack_q8_0(file_rows, r, cols / 32, panel); break;
-            case kQ4_K: pack_q45_k(file_rows, r, cols / 32, panel, false); break;
-            case kQ5_K: pack_q45_k(file_rows, r, cols / 32, panel, true); break;
-            case kQ6_K: pack_q6_k(file_rows, r, cols / 32, panel); break;
+            case kQ4_0:
+                pack_q4_0(file_rows, r, cols / 32, panel);
+                break;
+            case kQ8_0:
+                pack_q8_0(file_rows, r, cols / 32, panel);
+                break;
+            case kQ4_K:
+                pack_q45_k(file_rows, r, cols / 32, panel, false);
+                break;
+            case kQ5_K:
+                pack_q45_k(file_rows, r, cols / 32, panel, true);
+                break;
+            case kQ6_K:
+                pack_q6_k(file_rows, r, cols / 32, panel);
+                break;
         }
     }
 }

@@ -11,9 +11,9 @@
 //             bytes of upper two bits
 //     F16, BF16, F32    [column][16]
 //
-// Nibbles: vector i of 4 has columns 4i.. in the lower halves of its bytes and columns 16 + 4i.. in the upper ones. Fifth
-// bits: bit j of a byte belongs to vector j. Upper bits: two to a vector, vectors 0-3 in the first 64 bytes. Rows past
-// the matrix's end have scale 0. A panel begins at a multiple of 64 bytes.
+// Nibbles: vector i of 4 has columns 4i.. in the lower halves of its bytes and columns 16 + 4i.. in the upper ones.
+// Fifth bits: bit j of a byte belongs to vector j. Upper bits: two to a vector, vectors 0-3 in the first 64 bytes. Rows
+// past the matrix's end have scale 0. A panel begins at a multiple of 64 bytes.
 #pragma once
 
 #include <stddef.h>

@@ -14,8 +14,8 @@ namespace {
 constexpr size_t kFewRows = 2;
 // Rows for which unpacking a panel first costs less than unpacking it for every tile.
 constexpr size_t kManyRows = 2 * kTileRows;
-// What a thread works on at a time should stay in its own cache: so many columns, of so many bytes of prepared rows, with
-// so many panels.
+// What a thread works on at a time should stay in its own cache: so many columns, of so many bytes of prepared rows,
+// with so many panels.
 constexpr size_t kPartCols = 2048, kRowBytes = 384 << 10, kPartPanels = 8;
 constexpr size_t kMostTiles = 32;
 constexpr size_t kMostPanels = 64;
@@ -83,7 +83,8 @@ void Program::reserve(const Step& step) {
     for (const Instruction& i : instructions_) {
         if (i.kind == kLinear) {
             const Matrix& m = matrices_[i.matrix];
-            tiles = std::max(tiles, tile_bytes(*m.type, m.cols, kTileRows) * tile_count(i.gather ? step.wanted_rows : step.rows));
+            tiles = std::max(
+                tiles, tile_bytes(*m.type, m.cols, kTileRows) * tile_count(i.gather ? step.wanted_rows : step.rows));
         } else if (i.kind == kAttention) {
             scratch = std::max(scratch, attention_scratch_bytes(step.sequences[0].cache->shape, i.heads, step.rows,
                                                                 step.sequences.size(), longest, threads()));
@@ -104,12 +105,24 @@ void Program::run(size_t first, size_t last, const Step& step) {
 // Every instruction ends with a barrier, when its output is complete.
 void Program::execute(const Instruction& i, const Step& step, int thread) {
     switch (i.kind) {
-        case kAdd: add(i, step); break;
-        case kNorm: norm(i, step); break;
-        case kActivate: activate(i, step); break;
-        case kGather: gather(i, step); break;
-        case kLinear: linear(i, step, thread); break;
-        case kAttention: attend(i, step, thread); return;
+        case kAdd:
+            add(i, step);
+            break;
+        case kNorm:
+            norm(i, step);
+            break;
+        case kActivate:
+            activate(i, step);
+            break;
+        case kGather:
+            gather(i, step);
+            break;
+        case kLinear:
+            linear(i, step, thread);
+            break;
+        case kAttention:
+            attend(i, step, thread);
+            return;
     }
     team_.barrier();
 }
@@ -145,7 +158,8 @@ void Program::prepare_row(const Instruction& i, const Step& step, const Matrix& 
         if (keep && i.norm_out.exists()) memcpy(at(i.norm_out, row), normed, matrix.cols * sizeof(float));
         x = normed;
     }
-    const size_t first = row / kTileRows * kTileRows, rows = std::min(kTileRows, (i.gather ? step.wanted_rows : step.rows) - first);
+    const size_t first = row / kTileRows * kTileRows,
+                 rows = std::min(kTileRows, (i.gather ? step.wanted_rows : step.rows) - first);
     uint8_t* tile = tiles + row / kTileRows * tile_bytes(*matrix.type, matrix.cols, kTileRows);
     compute_.prepare(*matrix.type, x, matrix.cols, row - first, rows, tile);
 }
@@ -169,7 +183,8 @@ void Program::linear(const Instruction& i, const Step& step, int thread) {
     float* products = reinterpret_cast<float*>(private_[thread].data());
 
     // Products of panels first .. end-1 with n rows from first_row on, panel_stride floats from one panel to the next.
-    const auto finish = [&](size_t first, size_t end, size_t first_row, size_t n, const float* from, size_t panel_stride) {
+    const auto finish = [&](size_t first, size_t end, size_t first_row, size_t n, const float* from,
+                            size_t panel_stride) {
         const size_t col = first * kPanelRows;
         Epilogue epilogue;
         epilogue.bias = i.bias < 0 ? nullptr : vector(i.bias) + col;
@@ -191,7 +206,8 @@ void Program::linear(const Instruction& i, const Step& step, int thread) {
             for (size_t t = 0; t < count; ++t) {
                 const size_t n = std::min(kTileRows, rows - t * kTileRows);
                 for (size_t p = first; p < end; ++p) {
-                    compute_.multiply(*m.type, m.panels + p * m.stride, m.stride, 1, m.cols, tiles + t * tile, n, products);
+                    compute_.multiply(*m.type, m.panels + p * m.stride, m.stride, 1, m.cols, tiles + t * tile, n,
+                                      products);
                     finish(p, p + 1, t * kTileRows, n, products, 0);
                 }
             }
@@ -229,7 +245,8 @@ void Program::attend(const Instruction& i, const Step& step, int thread) {
     thread_local std::vector<AttentionSequence> sequences;
     sequences.clear();
     for (const Sequence& s : step.sequences) {
-        sequences.push_back({s.first_row, s.new_rows, s.past, s.cache->capacity, s.cache->keys(i.layer), s.cache->values(i.layer)});
+        sequences.push_back(
+            {s.first_row, s.new_rows, s.past, s.cache->capacity, s.cache->keys(i.layer), s.cache->values(i.layer)});
     }
     AttentionStep attention = {};
     attention.cache = step.sequences[0].cache->shape;

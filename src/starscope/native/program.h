@@ -31,12 +31,12 @@ enum Kind : int { kAdd, kNorm, kLinear, kActivate, kAttention, kGather };
 
 struct Instruction {
     int kind = kAdd;
-    View a, b, out;       // b: the second term of an add, the residual of a linear
-    int cols = 0;         // of `a`; of `out` for a linear
-    int activation = 0;   // of kActivate, and after a linear's bias
-    int matrix = -1;      // kLinear
-    int bias = -1;        // kLinear, kNorm: a vector, or none
-    int weight = -1;      // kNorm
+    View a, b, out;      // b: the second term of an add, the residual of a linear
+    int cols = 0;        // of `a`; of `out` for a linear
+    int activation = 0;  // of kActivate, and after a linear's bias
+    int matrix = -1;     // kLinear
+    int bias = -1;       // kLinear, kNorm: a vector, or none
+    int weight = -1;     // kNorm
     // kLinear: its rows are normalized first when norm_weight is given, and the normalized rows kept in norm_out when
     // that exists. gather: only the wanted rows are taken.
     int norm_weight = -1, norm_bias = -1;
@@ -67,7 +67,9 @@ struct KeyValues {
     Memory memory;
 
     KeyValues(CacheShape shape, size_t layers, size_t context_length)
-        : shape(shape), layers(layers), capacity((context_length + kTileKeys - 1) / kTileKeys * kTileKeys),
+        : shape(shape),
+          layers(layers),
+          capacity((context_length + kTileKeys - 1) / kTileKeys * kTileKeys),
           memory(layers * layer_bytes()) {}
 
     size_t layer_bytes() const { return shape.kv_heads * (shape.key_bytes(capacity) + shape.value_bytes(capacity)); }
@@ -89,7 +91,7 @@ struct Step {
 };
 
 class Program {
-public:
+  public:
     Program(int threads, const ComputeKernels& compute, const AttentionKernels& attention)
         : compute_(compute), attention_(attention), team_(threads) {}
 
@@ -106,12 +108,13 @@ public:
     const std::vector<size_t>& widths() const { return widths_; }
     size_t arrays() const { return arrays_; }
     size_t size() const { return instructions_.size(); }
+    const Instruction& instruction(size_t index) const { return instructions_.at(index); }
 
     // `widths` of all slots; the first `arrays` of them are the caller's.
     void compile(std::vector<Instruction> instructions, std::vector<size_t> widths, size_t arrays);
     void run(size_t first, size_t last, const Step& step);
 
-private:
+  private:
     void execute(const Instruction& instruction, const Step& step, int thread);
     void add(const Instruction& i, const Step& step);
     void norm(const Instruction& i, const Step& step);

@@ -1,4 +1,5 @@
-// The engine's program for Python: what is built once, and one call a step. Everything that Python gives is checked here.
+// The engine's program for Python: what is built once, and one call a step. Everything that Python gives is checked
+// here.
 #include "program_module.h"
 
 #include <nanobind/ndarray.h>
@@ -51,17 +52,20 @@ int add_matrix(Program& program, int type_id, size_t rows, size_t cols) {
 void fill(Program& program, int index, size_t first, Matrix2<const uint8_t> file_rows) {
     expect(index >= 0 && static_cast<size_t>(index) < program.matrices(), "there is no such matrix");
     const Matrix matrix = program.matrix(index);  // a copy: while the lock is released, other matrices may be added
-    const size_t count = file_rows.shape(0), end = first + count;
+    const size_t count = file_rows.shape(0);
     expect(file_rows.shape(1) == matrix.cols / matrix.type->block_values * matrix.type->block_bytes,
            "rows have another number of bytes than the matrix");
-    expect(first % kPanelRows == 0 && end <= matrix.rows && (end % kPanelRows == 0 || end == matrix.rows),
+    expect(first % kPanelRows == 0 && first <= matrix.rows && count <= matrix.rows - first &&
+               (count % kPanelRows == 0 || count == matrix.rows - first),
            "rows must be filled in multiples of 16, within the matrix");
     const uint8_t* bytes = file_rows.data();
     nb::gil_scoped_release release;
     matrix.fill(first, count, bytes);
 }
 
-int add_vector(Program& program, Vector<const float> values) { return program.add_vector(values.data(), values.size()); }
+int add_vector(Program& program, Vector<const float> values) {
+    return program.add_vector(values.data(), values.size());
+}
 
 // A view of `cols` columns lies in its slot; `optional` ones may be absent.
 void check_view(const View& view, size_t cols, const std::vector<size_t>& widths, bool optional = false) {
@@ -79,9 +83,12 @@ void check_instruction(const Program& program, const Instruction& i, const std::
     expect(i.cols > 0, "an instruction has no columns");
     const size_t cols = static_cast<size_t>(i.cols);
     switch (i.kind) {
-        case kAdd: check_view(i.b, cols, widths); [[fallthrough]];
+        case kAdd:
+            check_view(i.b, cols, widths);
+            [[fallthrough]];
         case kActivate:
-        case kGather: break;
+        case kGather:
+            break;
         case kNorm:
             expect(i.weight >= 0, "a norm has no weight");
             check_vector(program, i.weight, cols);
@@ -101,13 +108,15 @@ void check_instruction(const Program& program, const Instruction& i, const std::
             return;
         }
         case kAttention:
-            expect(i.heads > 0 && i.kv_heads > 0 && i.heads % i.kv_heads == 0 && i.dim > 0, "heads do not fit together");
+            expect(i.heads > 0 && i.kv_heads > 0 && i.heads % i.kv_heads == 0 && i.dim > 0,
+                   "heads do not fit together");
             check_view(i.b, static_cast<size_t>(i.kv_heads) * i.dim, widths);
             check_view(i.c, static_cast<size_t>(i.kv_heads) * i.dim, widths);
             expect(i.a.slot == i.b.slot && i.a.slot == i.c.slot, "queries, keys and values must share a slot");
             expect(i.layer >= 0 && cols == static_cast<size_t>(i.heads) * i.dim, "an attention's columns do not fit");
             break;
-        default: refuse("an instruction is of no kind");
+        default:
+            refuse("an instruction is of no kind");
     }
     check_view(i.a, cols, widths);
     check_view(i.out, cols, widths);
@@ -117,6 +126,17 @@ void compile(Program& program, std::vector<Instruction> instructions, std::vecto
     expect(arrays <= widths.size(), "there are more arrays than slots");
     for (const Instruction& i : instructions) check_instruction(program, i, widths);
     program.compile(std::move(instructions), std::move(widths), arrays);
+}
+
+// An attention's caches have its layer and its heads, all of one kind.
+void check_caches(const Instruction& i, const std::vector<Sequence>& sequences) {
+    if (i.kind != kAttention) return;
+    for (const Sequence& s : sequences) {
+        const CacheShape& shape = s.cache->shape;
+        expect(shape.kv_heads == i.kv_heads && shape.dim == i.dim && shape.half == sequences[0].cache->shape.half &&
+                   static_cast<size_t>(i.layer) < s.cache->layers,
+               "a cache has another shape than its attention");
+    }
 }
 
 // sequences: (first_row, new_rows, past, cache). arrays: float32 [rows width], for each of the first slots; the wanted
@@ -134,11 +154,14 @@ void run(Program& program, size_t first, size_t last, size_t rows, Vector<const 
         Sequence s{nb::cast<size_t>(tuple[0]), nb::cast<size_t>(tuple[1]), nb::cast<size_t>(tuple[2]),
                    nb::cast<KeyValues*>(tuple[3])};
         expect(s.first_row == covered && s.new_rows > 0, "sequences must follow one another");
-        expect(s.past + s.new_rows <= s.cache->capacity, "a cache is too small for its sequence");
+        expect(s.cache != nullptr, "a sequence has no cache");
+        expect(s.new_rows <= rows && s.past <= s.cache->capacity && s.new_rows <= s.cache->capacity - s.past,
+               "a cache is too small for its sequence");
         covered += s.new_rows;
         step.sequences.push_back(s);
     }
     expect(covered == rows && rows > 0, "the sequences must have all rows");
+    for (size_t n = first; n < last; ++n) check_caches(program.instruction(n), step.sequences);
     expect(nb::len(arrays) == program.arrays(), "another number of arrays was compiled");
     for (size_t a = 0; a < program.arrays(); ++a) {
         const auto array = nb::cast<Matrix2<float>>(arrays[a]);
@@ -167,7 +190,9 @@ double bandwidth(int threads, size_t bytes, const std::string& isa) {
 
 void bind_program(nb::module_& m) {
     nb::class_<View>(m, "View")
-        .def("__init__", [](View* view, int slot, int column) { new (view) View{slot, column}; }, "slot"_a, "column"_a = 0)
+        .def(
+            "__init__", [](View* view, int slot, int column) { new (view) View{slot, column}; }, "slot"_a,
+            "column"_a = 0)
         .def_ro("slot", &View::slot)
         .def_ro("column", &View::column);
     nb::class_<Instruction>(m, "Instruction")
@@ -206,11 +231,14 @@ void bind_program(nb::module_& m) {
         .def("__len__", &Program::size)
         .def_prop_ro("isa", &Program::isa)
         .def_prop_ro("threads", &Program::threads);
-    m.def("computes", [] {
-        std::vector<int> ids;
-        for (const PanelType& type : kPanelTypes) ids.push_back(type.type_id);
-        return ids;
-    }, "The ggml types that the engine computes on.");
+    m.def(
+        "computes",
+        [] {
+            std::vector<int> ids;
+            for (const PanelType& type : kPanelTypes) ids.push_back(type.type_id);
+            return ids;
+        },
+        "The ggml types that the engine computes on.");
     m.def("read_bandwidth", &bandwidth, "threads"_a, "bytes"_a, "isa"_a, "Bytes a second that a plain read loop gets.");
 }
 

@@ -21,7 +21,7 @@
 namespace starscope {
 
 class Team {
-public:
+  public:
     explicit Team(int threads);
     ~Team();
     Team(const Team&) = delete;
@@ -39,7 +39,7 @@ public:
     // The first of the next `count` numbers that nobody has taken since the last barrier.
     size_t take(size_t count) { return next_.fetch_add(count, std::memory_order_relaxed); }
 
-private:
+  private:
     void start();
     void work(int thread, uint32_t seen);
 

@@ -78,7 +78,8 @@ inline Lanes to_floats(Sums x) { return _mm512_cvtepi32_ps(x); }
 // The largest magnitude of 32 numbers, as bits: a NaN is above all.
 inline uint32_t largest_magnitude(const float* x) {
     const __m512i mask = _mm512_set1_epi32(0x7fffffff);
-    const __m512i a = _mm512_and_si512(_mm512_loadu_si512(x), mask), b = _mm512_and_si512(_mm512_loadu_si512(x + 16), mask);
+    const __m512i a = _mm512_and_si512(_mm512_loadu_si512(x), mask),
+                  b = _mm512_and_si512(_mm512_loadu_si512(x + 16), mask);
     return _mm512_reduce_max_epu32(_mm512_max_epu32(a, b));
 }
 // Sixteen numbers times `inverse`, to the nearest integers within +-127; gives their sum.
@@ -147,11 +148,13 @@ inline Lanes from_bfloats(const void* at) {
 }
 inline Lanes from_uint8(const void* at) {
     const uint8_t* x = static_cast<const uint8_t*>(at);
-    return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load64(x))), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load64(x + 8)))};
+    return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load64(x))),
+            _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load64(x + 8)))};
 }
 inline Lanes from_int8(const void* at) {
     const uint8_t* x = static_cast<const uint8_t*>(at);
-    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load64(x))), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load64(x + 8)))};
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load64(x))),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load64(x + 8)))};
 }
 inline Lanes times(Lanes x, Lanes y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
 inline Lanes plus_product(Lanes sum, Lanes x, Lanes y) {
@@ -249,8 +252,8 @@ inline Quants with_upper_bits(Quants q, const uint8_t* bits, int j) {
     const Quants all = load_quants(bits);
     return {_mm256_or_si256(q.a, upper_bits(all.a, j)), _mm256_or_si256(q.b, upper_bits(all.b, j))};
 }
-// The instruction adds pairs of products in 16 bits, which hold 2 · 127 · 128 and no more: quants above 6 bits are given
-// their sign back and multiplied as magnitudes.
+// The instruction adds pairs of products in 16 bits, which hold 2 · 127 · 128 and no more: quants above 6 bits are
+// given their sign back and multiplied as magnitudes.
 template <bool kWide>
 inline __m256i products(__m256i q, __m256i x) {
     if constexpr (kWide) {
@@ -360,7 +363,8 @@ inline Lanes with_sign_of(const Lanes& a, const Lanes& b) {
     return each([&](int i) { return float_of(bits_of(a.x[i]) | (bits_of(b.x[i]) & 0x80000000u)); });
 }
 inline Lanes times_power_of_two(const Lanes& a, const Lanes& n) {
-    return each([&](int i) { return a.x[i] * float_of((bits_of(n.x[i] + kRounder) - bits_of(kRounder) + 127u) << 23); });
+    return each(
+        [&](int i) { return a.x[i] * float_of((bits_of(n.x[i] + kRounder) - bits_of(kRounder) + 127u) << 23); });
 }
 
 inline uint32_t largest_magnitude(const float* x) {
@@ -374,7 +378,8 @@ inline uint32_t largest_magnitude(const float* x) {
 inline int32_t quantize(const float* x, float inverse, int8_t* out) {
     int32_t sum = 0;
     for (int i = 0; i < 16; ++i) {
-        const float scaled = x[i] * inverse, low = scaled > -127.0f ? scaled : -127.0f, limited = low < 127.0f ? low : 127.0f;
+        const float scaled = x[i] * inverse, low = scaled > -127.0f ? scaled : -127.0f,
+                    limited = low < 127.0f ? low : 127.0f;
         out[i] = static_cast<int8_t>(bits_of(limited + kRounder) - bits_of(kRounder));
         sum += out[i];
     }
