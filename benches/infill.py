@@ -2,11 +2,11 @@
 
     python benches/infill.py demo tests/data/held_out/*.py
 
-A fixed rule hides spans inside of lines, and rests of lines. Greedy text with the suffix (psm, spm) is right when it is
-what was hidden and ends there. From the prefix alone a model cannot know where a span ends, so its text need only begin
-with it; `healed` gives it back the token that the hole may have cut, too. `begins` counts that for every way. Bits per
-byte are those of the hidden text, given what is shown; once more for the holes that cut no token. Printed: tables, or
-with --json one document.
+A fixed rule hides spans inside of lines, and rests of lines. Greedy text, with the suffix (psm, spm) or from the prefix
+alone, is right when it begins with what was hidden, and when the hole goes to the line's end, ends with the line there:
+one rule for all, since from the prefix alone a model cannot know where a span ends. `exact` counts those that end where
+the hole does. The token that the hole may have cut is taken back (healing). Bits per byte are those of the hidden text,
+given what is shown; once more for the holes that cut no token. Printed: tables, or with --json one document.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ class Way:
     """A way to ask: with the suffix, in an order, or from the prefix alone."""
 
     order: FimOrder | None = None
-    heal: bool = False
 
 
 def span(line: str, draw: Draw) -> tuple[int, int]:
@@ -81,7 +80,7 @@ KINDS = {
     "span": Kind(f"a span of 1 to {MOST_CHARACTERS} characters inside of a line", span, to_the_end=False),
     "rest": Kind("the rest of a line", rest, to_the_end=True),
 }
-WAYS = {"psm": Way("psm"), "spm": Way("spm"), "prefix": Way(), "healed": Way(heal=True)}
+WAYS = {"psm": Way("psm"), "spm": Way("spm"), "prefix": Way()}
 ORDERS = [name for name, way in WAYS.items() if way.order]
 ALONE = [name for name in WAYS if name not in ORDERS]
 
@@ -129,7 +128,7 @@ def complete(model: starscope.Model, holes: Sequence[Hole], kind: Kind, way: Way
     if way.order is not None:
         stop = ["\n"] if kind.to_the_end else []
         return [
-            model.generate(hole.prefix, hole.suffix, fim_order=way.order, stop=stop, max_new_tokens=limit)
+            model.generate(hole.prefix, hole.suffix, fim_order=way.order, heal=True, stop=stop, max_new_tokens=limit)
             for hole, limit in zip(holes, most, strict=True)
         ]
     done: dict[int, starscope.Completion] = {}
@@ -137,20 +136,18 @@ def complete(model: starscope.Model, holes: Sequence[Hole], kind: Kind, way: Way
     for start in range(0, len(holes), BATCH):
         batch = by_limit[start : start + BATCH]
         prompts = [holes[i].prefix for i in batch]
-        texts = model.generate(prompts, stop="\n", max_new_tokens=most[batch[-1]], heal=way.heal)
+        texts = model.generate(prompts, stop="\n", max_new_tokens=most[batch[-1]], heal=True)
         done.update(zip(batch, texts, strict=True))
     return [done[i] for i in range(len(holes))]
 
 
-def is_right(hole: Hole, done: starscope.Completion, kind: Kind, way: Way) -> bool:
-    """Whether it is what was hidden, where it can know the end; else whether it begins with that."""
-    if way.order is None and not kind.to_the_end:
-        return begins(hole, done)
+def is_right(hole: Hole, done: starscope.Completion, kind: Kind) -> bool:
+    """Whether it begins with what was hidden; whether it is that, where the hole goes to the line's end."""
+    return is_exact(hole, done) if kind.to_the_end else done.text.startswith(hole.middle)
+
+
+def is_exact(hole: Hole, done: starscope.Completion) -> bool:
     return done.text == hole.middle and done.finish_reason == "stop"
-
-
-def begins(hole: Hole, done: starscope.Completion) -> bool:
-    return done.text.startswith(hole.middle)
 
 
 def bits(model: starscope.Model, hole: Hole, order: FimOrder | None) -> float:
@@ -204,17 +201,16 @@ def measure(model: starscope.Model, holes: Sequence[Hole], kind: Kind, orders: S
     for name in (*orders, *ALONE):
         way = WAYS[name]
         pairs = list(zip(holes, complete(model, holes, kind, way), strict=True))
-        right[name] = [is_right(hole, done, kind, way) for hole, done in pairs]
+        right[name] = [is_right(hole, done, kind) for hole, done in pairs]
+        found = [bits(model, hole, way.order) for hole in holes]
         ways[name] = {
             "right": sum(right[name]),
             "rate": share(right[name]),
             "rate_by_length": by_length(holes, right[name]),
-            "begins": share([begins(hole, done) for hole, done in pairs]),
+            "exact": share([is_exact(hole, done) for hole, done in pairs]),
+            "bits_per_byte": bits_per_byte(holes, found, [True] * len(holes)),
+            "bits_per_byte_no_token_cut": bits_per_byte(holes, found, whole),
         }
-        if not way.heal:  # healing changes what may follow, not what is shown
-            found = [bits(model, hole, way.order) for hole in holes]
-            ways[name]["bits_per_byte"] = bits_per_byte(holes, found, [True] * len(holes))
-            ways[name]["bits_per_byte_no_token_cut"] = bits_per_byte(holes, found, whole)
     compared = [
         {"way": a, "other": b, "only_way": only(right[a], right[b]), "only_other": only(right[b], right[a])}
         for a in orders
@@ -229,14 +225,14 @@ def table(kind: Kind, found: Mapping[str, Any]) -> str:
 
     lines = [
         f"{found['holes']} holes, {kind.what}; {found['holes_that_cut_no_token']} cut no token",
-        f"  {'':<8}" + "".join(f"{name:>10}" for name in ("right", "", *LENGTHS, "begins", "bits/byte", "no cut")),
+        f"  {'':<8}" + "".join(f"{name:>10}" for name in ("right", "", *LENGTHS, "exact", "bits/byte", "no cut")),
     ]
     for name, way in found["ways"].items():
         cells = [
             way["right"],
             percent(way["rate"]),
             *map(percent, way["rate_by_length"].values()),
-            percent(way["begins"]),
+            percent(way["exact"]),
         ]
         cells += [way[key] for key in ("bits_per_byte", "bits_per_byte_no_token_cut") if way.get(key) is not None]
         lines.append(f"  {name:<8}" + "".join(f"{cell!s:>10}" for cell in cells))
