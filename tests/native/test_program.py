@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from starscope import native
-from starscope.engine.native_program import LINEAR
+from starscope.engine.native_program import ATTENTION, LINEAR
 from starscope.formats import FORMATS, INTEGER_FORMATS, Format, decode, find_format, format_by_id, round_activation
 
 module = native.kernels()
@@ -125,6 +125,7 @@ def test_every_other_format_is_decoded_first() -> None:
         (0, np.zeros((17, 34), np.uint8), "multiples of 16"),
         (32, np.zeros((16, 34), np.uint8), "within the matrix"),
         (0, np.zeros((16, 68), np.uint8), "another number of bytes"),
+        (2**64 - 16, np.zeros((16, 34), np.uint8), "within the matrix"),
     ],
 )
 def test_rows_that_do_not_fit_are_refused(first: int, rows: Any, message: str) -> None:
@@ -178,6 +179,8 @@ def test_instructions_that_reach_past_their_slots_are_refused() -> None:
         ((0, 1, 3, none, [(0, 2, 0, cache)], [x, out]), "must have all rows"),
         ((0, 1, 3, none, [(1, 3, 0, cache)], [x, out]), "follow one another"),
         ((0, 1, 3, none, [(0, 3, 126, cache)], [x, out]), "too small"),
+        ((0, 1, 3, none, [(0, 3, 2**64 - 2, cache)], [x, out]), "too small"),
+        ((0, 1, 3, none, [(0, 3, 0, None)], [x, out]), "no cache"),
         ((0, 1, 3, np.array([3]), [(0, 3, 0, cache)], [x, out]), "out of range"),
         ((0, 1, 3, none, [(0, 3, 0, cache)], [x]), "another number of arrays"),
         ((0, 1, 3, none, [(0, 3, 0, cache)], [x, out[:, :19].copy()]), "another width"),
@@ -185,3 +188,24 @@ def test_instructions_that_reach_past_their_slots_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             program.run(*arguments)
+
+
+@pytest.mark.parametrize("shape", [(True, 1, 1, 4), (True, 2, 2, 4), (True, 2, 1, 5)])
+def test_a_cache_of_another_model_is_refused(shape: tuple[bool, int, int, int]) -> None:
+    program = module.Program(1, "scalar")
+    attention = module.Instruction()
+    attention.kind, attention.layer, attention.heads, attention.kv_heads, attention.dim = ATTENTION, 1, 2, 1, 4
+    attention.a, attention.b, attention.c = module.View(0), module.View(0, 8), module.View(0, 12)
+    attention.out, attention.cols, attention.scale = module.View(1), 8, 0.5
+    program.compile([attention], [16, 8], 2)
+
+    def run(*caches: Any) -> None:
+        sequences = [(i, 1, 0, cache) for i, cache in enumerate(caches)]
+        rows = [np.ones((len(caches), width), np.float32) for width in (16, 8)]
+        program.run(0, 1, len(caches), np.empty(0, np.int64), sequences, rows)
+
+    good = [module.KeyValues(half, 2, 1, 4, 5) for half in (True, True, False)]
+    run(*good[:2])
+    for caches in ([module.KeyValues(*shape, 5)], [good[0], module.KeyValues(*shape, 5)], [good[0], good[2]]):
+        with pytest.raises(ValueError, match="another shape"):
+            run(*caches)
