@@ -30,7 +30,7 @@ from starscope.train.data import random_words
 MOST_CHARACTERS = 24  # of a span
 FEWEST_CHARACTERS = 8  # that are no blanks, of a line that gets a hole
 LENGTHS = {"1-4": range(1, 5), "5-8": range(5, 9), "9-16": range(9, 17), "17-": range(17, sys.maxsize)}  # characters
-PREFIX_TOKENS, SUFFIX_TOKENS = 200, 140  # what is shown of the text around a hole
+PREFIX_TOKENS, SUFFIX_TOKENS = 100, 300  # what is shown of the text around a hole: most of it lies behind
 TOKENS_MORE = 8  # that a completion may have than the hidden text, which may be cut into tokens in other ways
 BATCH = 64  # prompts handed over together
 
