@@ -1,7 +1,7 @@
 """Does llama.cpp read a file as starscope does? The likeliest token at each position of a text, a greedy continuation,
 and the perplexity of both on the same windows.
 
-    python benches/peers/agreement.py MODEL.gguf TEXT_FILE [--tokens 2000] [--window 256] [--floor 0.995] [--engine NAME]
+    python benches/peers/agreement.py MODEL.gguf TEXT_FILE [--tokens 2000] [--window 256] [--floor 0.995] [--engine E]
 
 Needs llama-cpp-python in the same environment (`pip install llama-cpp-python`; it builds for about five minutes).
 Tokens, not text, are handed over, so that tokenizers are compared apart. Ends with status 1 below the floor.
