@@ -36,15 +36,19 @@ int failures = 0;
 std::vector<const AttentionKernels*> usable_kernels() {
     std::vector<const AttentionKernels*> all{&scalar::attention_kernels};
 #ifdef STARSCOPE_X86_64
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-        all.push_back(&avx2::attention_kernels);
-        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-            __builtin_cpu_supports("avx512vnni")) {
-            all.push_back(&avx512::attention_kernels);
-            if (__builtin_cpu_supports("avx512bf16")) all.push_back(&avx512_bf16::attention_kernels);
-        }
-    }
+    [[maybe_unused]] const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    [[maybe_unused]] const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                        __builtin_cpu_supports("avx512vnni");
+#ifdef HAS_avx2  // as the Makefile says
+    if (has_avx2) all.push_back(&avx2::attention_kernels);
+#endif
+#ifdef HAS_avx512
+    if (has_avx512) all.push_back(&avx512::attention_kernels);
+#endif
+#ifdef HAS_avx512_bf16
+    if (has_avx512 && __builtin_cpu_supports("avx512bf16")) all.push_back(&avx512_bf16::attention_kernels);
+#endif
 #endif
     return all;
 }
