@@ -264,11 +264,23 @@ def commands(log: list[dict[str, Any]]) -> str:
     )
 
 
+def short_tokens(log: list[dict[str, Any]]) -> int:
+    """The tokens of the runs on short documents."""
+    total, before, short = 0, 0, False
+    for line in log:
+        if "tokens" in line:
+            total += line["tokens"] - before if short else 0
+            before = line["tokens"]
+        elif "run" in line:
+            short = line["run"].get("short", False)
+    return total
+
+
 def card(trainer: Trainer, data: Data, log: list[dict[str, Any]], size: int, parameters: int, measured: float) -> str:
     hp = trainer.engine.graph.hp
     samples = trainer.step * trainer.options.batch_size
     train, held_out = data.train, data.held_out
-    tokens, epochs = samples * hp.context_length, samples / trainer.batches.per_epoch
+    tokens, short = samples * hp.context_length, short_tokens(log)
     rows = {
         "architecture": "GPT-BigCode (GGUF: `starcoder`): multi-query attention, learned positions, tied embedding",
         "shape": f"{hp.num_layers} blocks × {hp.hidden_size}, {hp.num_heads} heads of {hp.head_dim}, "
@@ -276,8 +288,9 @@ def card(trainer: Trainer, data: Data, log: list[dict[str, Any]], size: int, par
         "parameters": f"{parameters / 1e6:.2f} million",
         "file": f"`demo.gguf`, Q8_0 (positions, norms and biases F32), {size / 1e6:.2f} MB",
         "tokenizer": "byte-level BPE of the same text: digits one by one, StarCoder's special tokens in its order",
-        "trained on": f"{tokens / 1e6:.1f} million tokens: {epochs:.2f} times over {len(train.ids) / 1e6:.2f} million "
-        f"tokens of {train.documents} files, {train.bytes / 1e6:.1f} MB",
+        "trained on": f"{tokens / 1e6:.1f} million tokens of the library's modules and tests, {short / 1e6:.1f} "
+        f"million of them with the tests cut into documents of a few lines (then {train.documents:,} documents, "
+        f"{len(train.ids) / 1e6:.1f} million tokens, {train.bytes / 1e6:.1f} MB)",
         "objective": "the next token; half of all document fragments rearranged for fill-in-the-middle, half of those "
         "SPM, as StarCoder was trained",
         "held out": f"**{measured:.3f} bits per byte** on {held_out.documents} modules that it never saw, "

@@ -282,7 +282,7 @@ def test_a_hole_ends_at_every_end_token_and_at_the_next_file(demo: starscope.Mod
 @pytest.mark.parametrize("name", ["fim_order", "files", "repository", "filename"])
 def test_what_describes_a_hole_needs_a_suffix(demo: starscope.Model, name: str) -> None:
     value: Any = {"fim_order": "spm", "files": [("a", "b")]}.get(name, "a")
-    with pytest.raises(UsageError, match="there is no suffix"):
+    with pytest.raises(UsageError, match="which needs a suffix"):
         demo.generate(P, **{name: value})
     demo.generate(P, "", max_new_tokens=1, **{name: value})
 

@@ -162,9 +162,9 @@ def as_starscope_error(error: BaseException, args: Sequence[str] = ()) -> Starsc
         return UsageError(f"there is no option {error.option_name}.", hint=option_hint(error, args))
     if isinstance(error, click.UsageError):
         path = error.ctx.command_path if error.ctx else PROGRAM
-        return UsageError(_sentence(error.format_message()), hint=f"See: {path} --help")
+        return UsageError(_sentence(" ".join(error.format_message().split())), hint=f"See: {path} --help")
     if isinstance(error, click.ClickException):
-        return UsageError(_sentence(error.format_message()))
+        return UsageError(_sentence(" ".join(error.format_message().split())))
     if isinstance(error, MemoryError):
         return DoesNotFitError(
             "there is not enough memory for this.", hint="Use a smaller model, a smaller format (quantize) or --ctx."

@@ -102,9 +102,9 @@ def show_looks(session: Session, model: Model, prompt: str, completion: Completi
     from starscope.engine.numpy_engine import NumpyEngine
 
     ids = model.tokenizer.encode(prompt) + completion.token_ids[:-1]
-    if not isinstance(model.engine, NumpyEngine) or not completion.token_ids or len(ids) < 3:
+    if not completion.token_ids or len(ids) < 3:
         return
-    looks = attention_of_the_last(model.engine, ids)
+    looks = attention_of_the_last(NumpyEngine(model.graph, model.weights), ids)
     new = model.tokenizer.piece(completion.token_ids[-1])
     session.write(f"\n\n# To write its last token, {new!r}, it looked most at:\n")
     for position in sorted(range(len(ids)), key=lambda i: -looks[i])[:5]:

@@ -8,6 +8,7 @@ for bit: not on the batch, on how a prompt is cut, or on the number of threads.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -106,7 +107,8 @@ class NativeEngine:
         self.context_length = context_length or graph.hp.context_length
         self.threads = threads or usable_cores()
         self.isa = str(module.isa())
-        self._module, self._running = module, threading.Lock()  # a program runs one step at a time
+        self._module = module
+        self._process, self._running = os.getpid(), threading.Lock()  # a program runs one step at a time
         self._computes = set(module.computes())
         self._check_memory()
         self._vectors: dict[str, int] = {}
@@ -163,8 +165,19 @@ class NativeEngine:
             arrays.append(np.ascontiguousarray(value, np.float32))
         wanted = np.ascontiguousarray(batch.wanted[begin:end] - start)
         arrays.append(logits[begin:end])
+        if self._process != os.getpid():  # after a fork: the parent may have held the lock
+            self._process, self._running = os.getpid(), threading.Lock()
         with self._running:
-            self._program.run(0, len(self._program), stop - start, wanted, pieces, arrays)
+            try:
+                self._program.run(0, len(self._program), stop - start, wanted, pieces, arrays)
+            except MemoryError:
+                raise DoesNotFitError(
+                    f"there is not enough memory for a step of {stop - start} tokens.", hint="Free some memory."
+                ) from None
+            except OSError as error:
+                raise DoesNotFitError(
+                    f"{self.threads} threads cannot be started: {error}.", hint="Use fewer: -t, or threads=."
+                ) from None
 
     def _vector(self, name: str) -> int:
         """A bias or a norm's weight in the module: its number."""

@@ -65,8 +65,13 @@ class Pool {
     uint8_t* take(size_t bytes) {
         bytes = (bytes + 63) / 64 * 64;
         if (bytes > left_) {
-            const size_t size = bytes > kBlock ? bytes : kBlock;
-            blocks_.emplace_back(size + kLargePage);
+            size_t size = bytes > kBlock ? bytes : kBlock;
+            try {
+                blocks_.emplace_back(size + kLargePage);
+            } catch (const std::bad_alloc&) {  // addresses are limited: no more than is needed now
+                size = bytes;
+                blocks_.emplace_back(size + kLargePage);
+            }
             blocks_.back().prefer_large_pages();
             const size_t past = reinterpret_cast<uintptr_t>(blocks_.back().data()) % kLargePage;
             next_ = blocks_.back().data() + (kLargePage - past) % kLargePage;

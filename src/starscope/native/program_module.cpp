@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "dispatch.h"
@@ -169,8 +170,13 @@ void run(Program& program, size_t first, size_t last, size_t rows, Vector<const 
         expect(array.shape(0) == rows || array.shape(0) == wanted.size(), "an array has another number of rows");
         step.arrays.push_back(array.data());
     }
-    nb::gil_scoped_release release;
-    program.run(first, last, step);
+    try {
+        nb::gil_scoped_release release;
+        program.run(first, last, step);
+    } catch (const std::system_error& error) {  // threads that cannot be started
+        PyErr_SetString(PyExc_OSError, error.what());
+        throw nb::python_error();
+    }
 }
 
 std::unique_ptr<KeyValues> make_key_values(bool half, size_t layers, int kv_heads, int dim, size_t context_length) {

@@ -43,18 +43,30 @@ Team::~Team() {
         for (std::thread& helper : helpers_) helper.detach();  // they belong to the parent
         return;
     }
+    stop();
+}
+
+void Team::stop() {
     stopping_ = true;
     jobs_.fetch_add(1, std::memory_order_release);
     jobs_.notify_all();
     for (std::thread& helper : helpers_) helper.join();
+    helpers_.clear();
+    stopping_ = false;
 }
 
 void Team::start() {
-    for (std::thread& helper : helpers_) helper.detach();
+    for (std::thread& helper : helpers_) helper.detach();  // they belong to the parent, perhaps in the middle of a job
     helpers_.clear();
-    process_ = getpid();
+    arrived_.store(0, std::memory_order_relaxed);
     const uint32_t seen = jobs_.load(std::memory_order_relaxed);
-    for (int thread = 1; thread < size_; ++thread) helpers_.emplace_back(&Team::work, this, thread, seen);
+    try {
+        for (int thread = 1; thread < size_; ++thread) helpers_.emplace_back(&Team::work, this, thread, seen);
+    } catch (...) {
+        stop();
+        throw;
+    }
+    process_ = getpid();
 }
 
 void Team::work(int thread, uint32_t seen) {

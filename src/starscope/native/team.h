@@ -30,7 +30,8 @@ class Team {
     int size() const { return size_; }
 
     // Runs job(thread) for thread = 0 .. size()-1, 0 on the calling thread, and returns when all have returned. A job
-    // must not throw. One caller at a time.
+    // must not throw. One caller at a time. std::system_error when the threads cannot be started; the team can be used
+    // again then.
     void run(const std::function<void(int)>& job);
 
     // Returns on every thread once all have called it. Called within a job, by all threads or none.
@@ -41,6 +42,7 @@ class Team {
 
   private:
     void start();
+    void stop();
     void work(int thread, uint32_t seen);
 
     const int size_;
