@@ -116,7 +116,7 @@ def test_the_choice_of_engine_and_device_is_checked() -> None:
         make_engine("torch", GRAPH, weights(), device="no-such-device")
     with pytest.raises(UsageError, match="threads"):
         make_engine("numpy", GRAPH, weights(), threads=0)
-    assert make_engine("auto", GRAPH, weights()).name == "numpy"
+    assert make_engine("auto", GRAPH, weights()).name == "native"
 
 
 @pytest.mark.parametrize(

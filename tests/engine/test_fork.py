@@ -41,6 +41,7 @@ RAN = "ran [1, 64, 2560]"
         ("torch", "torch", REFUSED),
         ("torch", "torch1", RAN),
         ("torch", "numpy1", RAN),
+        ("torch", "native", RAN),
         ("", "torch", RAN),
     ],
 )
