@@ -303,7 +303,7 @@ def test_what_is_for_a_hole_needs_a_suffix(cli, model, tmp_path, option):
     value = {"--context-file": tmp_path / "a.py", "--fim-order": "spm"}.get(option, "a")
     result = cli("run", model, PROMPT, option, value)
     assert result.exit_code == 2
-    assert "no suffix" in result.stderr
+    assert "needs a suffix" in result.stderr
 
 
 def test_a_context_file_that_cannot_be_read_is_status_3(cli, model, tmp_path):

@@ -105,7 +105,7 @@ def test_the_penalties_see_the_last_tokens_of_prompt_and_text() -> None:
 
 
 def test_generating_feeds_the_penalties_with_prompt_and_text() -> None:
-    model, prompt = starscope.load("demo", engine="numpy"), "def f(x):\n    return "
+    model, prompt = starscope.load("demo", engine="numpy"), "def f(x):\n    if "
     completion = model.generate(prompt, max_new_tokens=40, presence_penalty=1e30, penalty_window=1000)
     said = model.tokenizer.encode(prompt)
     assert set(completion.token_ids).isdisjoint(said)

@@ -18,7 +18,7 @@ def completion(ctx: click.Context, shell: str) -> None:
     bash: eval "$(starscope completion bash)"       in ~/.bashrc
     zsh:  eval "$(starscope completion zsh)"        in ~/.zshrc
     fish: starscope completion fish > ~/.config/fish/completions/starscope.fish
-    """
+    """  # noqa: D301 - a real \b keeps the lines apart
     from click.shell_completion import get_completion_class
 
     from starscope.cli.app import COMPLETE, PROGRAM
