@@ -64,8 +64,6 @@ struct ComputeKernels {
     // out[row][0..cols) for products[panel][row][16] of neighbouring panels, panel_stride floats apart.
     void (*finish)(const float* products, size_t panel_stride, size_t rows, size_t cols, const Epilogue& epilogue,
                    float* out, size_t out_stride);
-    // The sum of 64-bit words: a loop that does nothing but read memory, to measure how fast that can be.
-    uint64_t (*read)(const uint64_t* words, size_t count);
 };
 
 namespace scalar {

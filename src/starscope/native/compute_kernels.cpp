@@ -118,12 +118,6 @@ void finish(const float* products, size_t panel_stride, size_t rows, size_t cols
     }
 }
 
-uint64_t read(const uint64_t* words, size_t count) {
-    uint64_t sum = 0;
-    for (size_t i = 0; i < count; ++i) sum += words[i];
-    return sum;
-}
-
 }  // namespace
 
 extern const ComputeKernels compute = {
@@ -137,7 +131,6 @@ extern const ComputeKernels compute = {
     unpack,
     multiply_part,
     finish,
-    read,
 };
 
 }  // namespace STARSCOPE_ISA

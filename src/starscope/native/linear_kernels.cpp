@@ -9,13 +9,6 @@ namespace starscope {
 namespace STARSCOPE_ISA {
 namespace {
 
-constexpr size_t kAhead = 4096;  // how many bytes before they are needed weights are asked for
-
-template <size_t kBytes>
-inline void prefetch(const uint8_t* at) {
-    UNROLL for (size_t i = 0; i < kBytes; i += 64) __builtin_prefetch(at + i);
-}
-
 // A tile of `stride` rows as `prepare` leaves it, from row `first` and block `from` on.
 struct Rows {
     const int8_t* quants;

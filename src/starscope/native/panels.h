@@ -53,7 +53,6 @@ constexpr PanelType kPanelTypes[] = {
     {kQ5_K, 256, 176, 64 + 256 + 2048 + 512, false},
     {kQ6_K, 256, 210, 320 + 2048 + 1024, false},
 };
-constexpr size_t kNumPanelTypes = sizeof kPanelTypes / sizeof kPanelTypes[0];
 
 // Null when the engine does not compute on the type.
 inline const PanelType* find_panel_type(int type_id) {

@@ -3,7 +3,6 @@
 #include <string.h>
 
 #include <algorithm>
-#include <chrono>
 
 #include "attention_kernels.h"
 
@@ -261,31 +260,6 @@ void Program::attend(const Instruction& i, const Step& step, int thread) {
     attention.sequences = sequences.data();
     attention.count = sequences.size();
     starscope::attend(attention_, attention, team_, thread, attention_scratch_.data());
-}
-
-double read_bandwidth(const ComputeKernels& compute, int threads, size_t bytes) {
-    Team team(threads);
-    Memory memory(bytes);
-    memory.prefer_large_pages();
-    memset(memory.data(), 1, bytes);
-    const uint64_t* words = reinterpret_cast<const uint64_t*>(memory.data());
-    constexpr size_t kWords = (1 << 20) / sizeof(uint64_t);
-    const size_t count = bytes / sizeof(uint64_t);
-    std::vector<double> seconds;
-    std::atomic<uint64_t> sum{0};
-    for (int pass = 0; pass < 7; ++pass) {
-        const auto began = std::chrono::steady_clock::now();
-        team.run([&](int) {
-            uint64_t part = 0;
-            for (size_t first; (first = team.take(kWords)) < count;) {
-                part += compute.read(words + first, std::min(kWords, count - first));
-            }
-            sum += part;
-        });
-        seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
-    }
-    std::sort(seconds.begin(), seconds.end());
-    return static_cast<double>(bytes) / seconds[seconds.size() / 2];
 }
 
 }  // namespace starscope

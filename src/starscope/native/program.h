@@ -143,7 +143,4 @@ class Program {
     size_t part_at_ = 0, part_bytes_ = 0;  // the unpacked part of a panel, and sums of several panels and tiles
 };
 
-// Bytes read a second by `threads` threads from a buffer of `bytes` bytes, the median of some passes.
-double read_bandwidth(const ComputeKernels& compute, int threads, size_t bytes);
-
 }  // namespace starscope

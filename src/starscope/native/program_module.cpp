@@ -184,14 +184,6 @@ std::unique_ptr<KeyValues> make_key_values(bool half, size_t layers, int kv_head
     return std::make_unique<KeyValues>(CacheShape{half, kv_heads, dim}, layers, context_length);
 }
 
-double bandwidth(int threads, size_t bytes, const std::string& isa) {
-    expect(threads >= 1 && bytes >= (1 << 20), "at least one thread and one MiB");
-    const InstructionSet* set = find_instruction_set(isa);
-    if (set == nullptr) refuse("instruction set '" + isa + "' is not usable here");
-    nb::gil_scoped_release release;
-    return read_bandwidth(*set->compute, threads, bytes);
-}
-
 }  // namespace
 
 void bind_program(nb::module_& m) {
@@ -245,7 +237,6 @@ void bind_program(nb::module_& m) {
             return ids;
         },
         "The ggml types that the engine computes on.");
-    m.def("read_bandwidth", &bandwidth, "threads"_a, "bytes"_a, "isa"_a, "Bytes a second that a plain read loop gets.");
 }
 
 }  // namespace starscope

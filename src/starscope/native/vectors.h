@@ -14,7 +14,7 @@
 #include <immintrin.h>
 #endif
 
-#include "elementwise.h"
+#include "numbers.h"
 
 #if defined(__AVX2__)
 #define UNROLL _Pragma("GCC unroll 16")
@@ -25,6 +25,8 @@
 namespace starscope {
 namespace STARSCOPE_ISA {
 namespace {
+
+constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
 
 inline int32_t load32(const void* bytes) {
     int32_t word;
@@ -292,12 +294,6 @@ inline Lanes each(const F& f) {
     return y;
 }
 
-inline float half_to_float(uint16_t half) {
-    const uint32_t magnitude = half & 0x7fffu, sign = static_cast<uint32_t>(half & 0x8000u) << 16;
-    if (magnitude < 0x0400u) return float_of(bits_of(static_cast<float>(magnitude) * 0x1p-24f) | sign);
-    return float_of(((magnitude << 13) + ((magnitude >= 0x7c00u ? 224u : 112u) << 23)) | sign);
-}
-
 inline uint16_t load16(const void* at, int i) {
     uint16_t word;
     __builtin_memcpy(&word, static_cast<const uint8_t*>(at) + 2 * i, sizeof word);
@@ -316,7 +312,7 @@ inline Lanes from_floats(const void* at) {
     return y;
 }
 inline Lanes from_halves(const void* at) {
-    return each([=](int i) { return half_to_float(load16(at, i)); });
+    return each([=](int i) { return float_from_half(load16(at, i)); });
 }
 inline Lanes from_bfloats(const void* at) {
     return each([=](int i) { return float_of(static_cast<uint32_t>(load16(at, i)) << 16); });
