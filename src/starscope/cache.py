@@ -82,3 +82,9 @@ class ArrayCache(Cache):
             self._stored[layer][part] = kept = larger
         kept[:, self.length : end] = self._as_cached(rows).swapaxes(0, 1)
         return kept[:, :end]
+
+    def replace(self, layer: int, part: str, rows: Any) -> Any:
+        """Put `[num_kv_heads n dim]` in the place of the first n positions of `part`; returns them as kept."""
+        kept = self._stored[layer][part][:, : rows.shape[1]]
+        kept[:] = self._as_cached(rows)
+        return kept

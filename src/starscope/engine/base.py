@@ -17,6 +17,7 @@ from starscope.errors import ContextOverflowError, InvalidContentError, Unsuppor
 from starscope.graph import Graph
 
 if TYPE_CHECKING:
+    from starscope.engine.passes import Pass
     from starscope.engine.weights import Weights
 
 Array = npt.NDArray[Any]
@@ -52,6 +53,14 @@ class Engine(Protocol):
     def forward(
         self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last"
     ) -> list[Array]: ...
+
+    def begin(self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last") -> Pass:
+        """The same step, not yet run, which can stop between any two operations."""
+
+    def run_tail(self, edge: int, rows: Any) -> Any:
+        """The logits `[n vocab_size]` that follow from rows `[n hidden_size]` of `final_norm_output` or of the last
+        block's output, in the engine's own arrays; while a pass is under way too.
+        """
 
 
 @dataclass(frozen=True)
@@ -128,6 +137,12 @@ def make_batch(engine: Engine, sequences: Sequences, caches: Sequence[Cache] | N
         wanted=ends - 1 if wanted == "last" else np.arange(ends[-1]),
         wanted_lengths=[1] * len(arrays) if wanted == "last" else lengths,
     )
+
+
+def whole_batch(rows: int) -> Batch:
+    """So many rows, all of them wanted, for a run of operations that looks at nothing else of a batch."""
+    every = np.arange(rows)
+    return Batch(None, None, every, [rows], [0], [], every, [rows])
 
 
 def input_values(graph: Graph, batch: Batch) -> tuple[dict[int, Array], int]:

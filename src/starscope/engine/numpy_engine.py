@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from starscope.cache import ArrayCache, Cache
-from starscope.engine.base import MASKED, Array, Batch, Sequences, Wanted, input_values, make_batch
+from starscope.engine.base import MASKED, Array, Batch, Sequences, Wanted, input_values, make_batch, whole_batch
+from starscope.engine.passes import attention_of, tail_of
 from starscope.engine.weights import Weights
 from starscope.graph import Graph, Op
 from starscope.machine import usable_cores
@@ -188,6 +189,17 @@ class NumpyEngine:
         self.run(batch, values, start, len(self.graph.ops), keep={edge.index for edge in edges.values()})
         return {name: values[e.index][0] if e.per_sequence else values[e.index] for name, e in edges.items()}
 
+    def begin(self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last") -> NumpyPass:
+        """A step that can stop between operations; `forward` otherwise."""
+        return NumpyPass(self, make_batch(self, sequences, caches, wanted))
+
+    def run_tail(self, edge: int, rows: Array) -> Array:
+        """The logits `[n vocab_size]` that follow from rows `[n hidden_size]` of a value near the end of the graph."""
+        values: dict[int, Any] = {edge: rows}
+        self.run(whole_batch(len(rows)), values, tail_of(self.graph, edge), len(self.graph.ops))
+        logits: Array = values[self.graph.names["logits"]]
+        return logits
+
     def run(self, batch: Batch, values: dict[int, Any], start: int, stop: int, keep: Collection[int] = ()) -> None:
         """Run ops `start` to `stop` over `values` (edge -> value); an edge in `keep` outlives its last use."""
         graph = self.graph
@@ -203,3 +215,38 @@ class NumpyEngine:
             for i in set(op.inputs):
                 if graph.last_use(i) == op.index and i not in keep and i != logits:
                     del values[i]
+
+
+class NumpyPass:
+    """A step of the NumPy engine, one operation after another. Implements `Pass`."""
+
+    def __init__(self, engine: NumpyEngine, batch: Batch) -> None:
+        self.graph, self.batch = engine.graph, batch
+        self._engine = engine
+        self._values, self.done = input_values(engine.graph, batch)
+        self._kept: set[int] = set()
+
+    def run(self, stop: int) -> None:
+        self._engine.run(self.batch, self._values, self.done, stop, self._kept)
+        self.done = stop
+
+    def read(self, edge: int) -> Any:
+        value: Any = self._values[edge]
+        return [one.copy() for one in value] if isinstance(value, list) else value.copy()
+
+    def write(self, edge: int, value: Any) -> None:
+        cached = attention_of(self.graph, edge)
+        if cached is not None:
+            pairs = zip(self.batch.caches, value, strict=True)
+            value = [cache.replace(*cached, rows) for cache, rows in pairs]
+        self._values[edge] = value
+
+    def keep(self, edges: Collection[int]) -> None:
+        self._kept.update(edges)
+
+    def skip(self, stop: int, values: Mapping[int, Any]) -> None:
+        self._values.update(values)
+        self.done = stop
+
+    def finish(self) -> None:
+        self.batch.advance()

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,10 +25,14 @@ from torch import Tensor
 
 from starscope.cache import ArrayCache, Cache
 from starscope.engine.base import MASKED, Array, Batch, Sequences, Wanted, input_values, make_batch
+from starscope.engine.passes import tail_of
 from starscope.engine.weights import Weights
 from starscope.errors import DoesNotFitError, UnsupportedError
 from starscope.graph import Graph, Op
 from starscope.ops import OPS
+
+if TYPE_CHECKING:
+    from starscope.engine.torch_pass import TorchPass
 
 THREADS_OF = os.getpid()  # the process that torch's threads are in, once there are some
 
@@ -184,11 +188,12 @@ class TorchEngine:
         self.context_length = context_length or graph.hp.context_length
         self._device = _find_device(device)
         self.device = str(self._device)
-        self._half_cache = weights.half_cache
+        self.half_cache = weights.half_cache
         if threads is not None:
             torch.set_num_threads(threads)
         check_process()
         self.threads = torch.get_num_threads()
+        self.dtype = dtype
         self.parameters: dict[str, Tensor] = {}
         with memory_errors(self.device):
             for name in weights:
@@ -196,11 +201,14 @@ class TorchEngine:
                     self.parameters[name] = torch.tensor(weights[name], dtype=dtype, device=self._device)
                     weights.forget(name)
         tied = {name: slot.tied_to for name, slot in weights.slots.items() if slot.tied_to and weights.is_tied(name)}
-        self._weights = {**self.parameters, **{name: self.parameters[other] for name, other in tied.items()}}
-        self._fused = _fusable(graph)
+        self.weights: Mapping[str, Tensor] = {
+            **self.parameters,
+            **{name: self.parameters[other] for name, other in tied.items()},
+        }
+        self.fusions = _fusable(graph)
 
     def new_cache(self) -> Cache:
-        half = self._half_cache
+        half = self.half_cache
         return ArrayCache(
             num_layers=self.graph.hp.num_layers,
             context_length=self.context_length,
@@ -221,10 +229,41 @@ class TorchEngine:
             i: torch.from_numpy(np.ascontiguousarray(v)).to(self._device) for i, v in known.items()
         }
         with memory_errors(self.device):
-            self.run(self._step(batch), values, start, len(self.graph.ops))
+            self.run(self.step(batch), values, start, len(self.graph.ops))
         batch.advance()
         logits: Tensor = values[self.graph.names["logits"]]
         return batch.split_wanted(logits.float().cpu().numpy())
+
+    def begin(
+        self,
+        sequences: Sequences,
+        caches: Sequence[Cache] | None = None,
+        wanted: Wanted = "last",
+        *,
+        grad: bool = False,
+    ) -> TorchPass:
+        """A step that can stop between operations. `grad`: its values are nodes of an autograd graph, for which it has
+        caches of its own.
+        """
+        from starscope.engine.torch_pass import TorchPass, grad_caches
+
+        if grad and caches is None:
+            caches = grad_caches(self, len(sequences))
+        return TorchPass(self, make_batch(self, sequences, caches, wanted), grad=grad)
+
+    def run_tail(self, edge: int, rows: Any) -> Tensor:
+        """The logits `[n vocab_size]` that follow from rows `[n hidden_size]` of a value near the end of the graph.
+
+        Gradients flow when `rows` asks for them.
+        """
+        rows = torch.as_tensor(rows).to(device=self._device, dtype=self.dtype)
+        values: dict[int, Any] = {edge: rows}
+        keeps_grad = torch.is_grad_enabled() and rows.requires_grad
+        subclasses = torch._C.DisableTorchFunctionSubclass()
+        with memory_errors(self.device), torch.set_grad_enabled(keeps_grad), subclasses:
+            self.run(Step([], None), values, tail_of(self.graph, edge), len(self.graph.ops))
+        logits: Tensor = values[self.graph.names["logits"]]
+        return logits
 
     def logits(self, ids: Tensor) -> Tensor:
         """`[n seq]` ids -> `[n seq vocab_size]` logits, differentiable, every sequence from position 0."""
@@ -238,27 +277,39 @@ class TorchEngine:
         logits: Tensor = values[self.graph.names["logits"]]
         return logits.reshape(n, seq, -1)
 
-    def _step(self, batch: Batch) -> Step:
+    def step(self, batch: Batch) -> Step:
         groups = [
             Group(1, new, past, cache)
             for new, past, cache in zip(batch.lengths, batch.pasts, batch.caches, strict=True)
         ]
         return Step(groups, torch.from_numpy(batch.wanted).to(self._device))
 
-    def run(self, step: Step, values: dict[int, Any], start: int, stop: int, keep: Collection[int] = ()) -> None:
-        """Run ops `start` to `stop` over `values` (edge -> value); an edge in `keep` outlives its last use."""
+    def run(
+        self,
+        step: Step,
+        values: dict[int, Any],
+        start: int,
+        stop: int,
+        keep: Collection[int] = (),
+        *,
+        fused: bool = True,
+    ) -> None:
+        """Run ops `start` to `stop` over `values` (edge -> value); an edge in `keep` outlives its last use.
+
+        The three ops of attention are one call where nobody asks for what is between them, unless `fused` is False.
+        """
         check_process()
         graph, logits = self.graph, self.graph.names["logits"]
         index = start
         while index < stop:
             op = graph.ops[index]
-            inner = self._fused.get(index)
+            inner = self.fusions.get(index) if fused else None
             if inner is not None and inner.last <= stop - 1 and not any(edge in keep for edge in inner.hidden):
                 q, k, v = (values[i] for i in inner.inputs)
                 values[inner.output] = fused_attention(step, op.attrs["scale"], q, k, v)
                 used, index = set(inner.inputs), inner.last
             else:
-                made = KERNELS[op.kind](self._weights, step, op, [values[i] for i in op.inputs])
+                made = KERNELS[op.kind](self.weights, step, op, [values[i] for i in op.inputs])
                 outputs = made if len(op.outputs) > 1 else [made]
                 values.update(zip(op.outputs, outputs, strict=True))
                 used = set(op.inputs)
@@ -272,10 +323,11 @@ class TorchEngine:
 class Fusion:
     """Three ops that may run as one: what goes in, what comes out, what nobody sees then."""
 
+    first: int  # op
+    last: int
     inputs: tuple[int, int, int]
     output: int
     hidden: tuple[int, int]
-    last: int
 
 
 def _fusable(graph: Graph) -> dict[int, Fusion]:
@@ -291,7 +343,13 @@ def _fusable(graph: Graph) -> dict[int, Fusion]:
             and mix_op.inputs[0] == hidden[1]
             and all(len(graph.consumers[e]) == 1 for e in hidden)
         ):
-            found[op.index] = Fusion((*op.inputs, mix_op.inputs[1]), mix_op.outputs[0], hidden, mix_op.index)  # type: ignore[arg-type]
+            found[op.index] = Fusion(
+                op.index,
+                mix_op.index,
+                (op.inputs[0], op.inputs[1], mix_op.inputs[1]),
+                mix_op.outputs[0],
+                hidden,
+            )
     return found
 
 
