@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -120,23 +122,103 @@ def test_a_document_that_was_printed_is_the_only_one(cli, monkeypatch):
     assert list(json.loads(result.stdout)) == ["ids", "pieces"]
 
 
-def test_a_command_is_not_deaf_after_a_signal_that_python_could_not_pass_on():
-    program = """
-        import signal
-        from starscope.cli.signals import stop_on_signals
+# A signal whose exception is lost on the way, as in an extension module's import, and a command that goes on.
+LOST = """
+    import signal, sys, time
+    import starscope.cli.run as verbs
+    from starscope.cli import main
 
-        class Swallowing:
-            def __del__(self):
-                signal.raise_signal(signal.SIGINT)
+    class Losing:
+        def __del__(self):
+            signal.raise_signal({sent})
 
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        stop_on_signals()
-        swallowing = Swallowing()
-        del swallowing
+    def lose(*_):
+        losing = Losing()
+        del losing
+        {then}
+
+    verbs.load_tokenizer = lose
+    main()
+"""
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"])
+@pytest.mark.parametrize(
+    "then",
+    [
+        "time.sleep(30)",
+        "while True: pass",
+        "raise ImportError('initialization failed')",
+        "sys.exit(0)",
+        "signal.raise_signal(signal.SIGTERM); time.sleep(30)",
+    ],
+    ids=["sleeps", "computes", "another error", "ends well", "a second signal"],
+)
+def test_a_signal_whose_exception_was_lost_ends_the_command_all_the_same(then, sent, status):
+    program = textwrap.dedent(LOST).format(sent=int(sent), then=then)
+    began = time.monotonic()
+    done = run_hearing([program, "tokenize", "demo", "x"])
+    assert (done.returncode, done.stdout, done.stderr) == (status, b"", b"")
+    assert time.monotonic() - began < 5
+
+
+def run_hearing(arguments):
+    """A Python program that hears Ctrl-C, even where the tests themselves ignore it."""
+    return subprocess.run(
+        [sys.executable, "-c", *arguments],
+        capture_output=True,
+        timeout=20,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+# The command, with all of its imports to come, that never gets further than the first piece of its output.
+ENDLESS = """
+    import contextlib, sys, time
+    import starscope.cli.convert as verbs
+    from starscope.cli import main
+    from starscope.cli.signals import Signals
+
+    @contextlib.contextmanager
+    def endless(*_):
+        yield lambda *_: time.sleep(30)
+
+    verbs.byte_progress = endless
+    listen = Signals.listen
+
+    def listen_and_tell(self):
+        listen(self)
+        sys.stdout.write("heeds\\n")
+        sys.stdout.flush()
+
+    Signals.listen = listen_and_tell
+    main()
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT], ids=["term", "int"])
+def test_a_signal_at_any_moment_ends_the_command_and_leaves_nothing(sent, folder, model, tmp_path):
+    program, rng = textwrap.dedent(ENDLESS), random.Random(int(sent))
+
+    def try_once(number):
+        out = tmp_path / f"{number}.gguf"
+        verb = ["quantize", model, out] if number % 2 else ["convert", folder, "-o", out]
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, *map(str, verb), "--to", "f16"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        assert process.stdout.readline() == b"heeds\n"
+        time.sleep(rng.uniform(0, 0.4))
+        process.send_signal(sent)
         try:
-            signal.raise_signal(signal.SIGINT)
-        except KeyboardInterrupt:
-            print("heard")
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, check=True)
-    assert (done.stdout, done.stderr) == (b"heard\n", b"")
+            out, err = process.communicate(timeout=10)
+        finally:
+            process.kill()
+        return process.returncode, out, err
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = set(pool.map(try_once, range(24)))
+    assert ends == {(128 + sent, b"", b"")}
+    assert os.listdir(tmp_path) == []

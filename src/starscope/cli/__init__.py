@@ -15,16 +15,20 @@ import sys
 
 def main() -> None:
     """Run the command that `sys.argv` names, and end the process with its status."""
-    from starscope.cli.signals import Stopped, ignore_signals, stop_on_signals
+    from starscope.cli.signals import Signals
 
+    signals = Signals()
     try:
-        stop_on_signals()
+        signals.listen()
         from starscope.cli.app import app
+        from starscope.cli.common import Session
 
-        app.main(sys.argv[1:])
-    except KeyboardInterrupt:  # before or after the command itself ran, as is the next
-        sys.exit(130)
-    except Stopped as stopped:
-        sys.exit(stopped.status)
+        app.main(sys.argv[1:], obj=Session(signals=signals))
+    except BaseException as error:  # of the command itself only SystemExit
+        if signals.status is not None:
+            sys.exit(signals.status)
+        if isinstance(error, KeyboardInterrupt):  # before anybody listened
+            sys.exit(130)
+        raise
     finally:
-        ignore_signals()
+        signals.ignore()

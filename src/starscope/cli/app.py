@@ -98,16 +98,21 @@ class App(click.Group):
         complete_var: str | None = None,
         standalone_mode: bool = True,
         windows_expand_args: bool = True,
+        obj: Session | None = None,
         **extra: Any,
     ) -> NoReturn:
         """Run one command line and exit with its status."""
         args = list(sys.argv[1:] if args is None else args)
-        session = Session()
+        session = obj or Session()
         session.look_at(args)
         try:
-            complete_if_asked(self)
-            with self.make_context(PROGRAM, args, obj=session) as ctx:
-                self.invoke(ctx)
+            try:
+                complete_if_asked(self)
+                with self.make_context(PROGRAM, args, obj=session) as ctx:
+                    self.invoke(ctx)
+            finally:
+                if session.signals is not None:
+                    session.signals.check()
         except BaseException as error:
             sys.exit(end(session, error))
         sys.exit(0)
@@ -129,7 +134,7 @@ def end(session: Session, error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, Stopped):
         tell_in_json(session, "terminated", f"a signal ended it ({signal.Signals(error.number).name}).")
-        return error.status
+        return 128 + error.number
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
         tell_in_json(session, "interrupted", "it was interrupted (SIGINT).")
         return 130

@@ -17,6 +17,7 @@ from starscope.cli.units import one_line, plural
 from starscope.errors import InputError, InvalidContentError, OutputError, UsageError
 
 if TYPE_CHECKING:
+    from starscope.cli.signals import Signals
     from starscope.model import Model
     from starscope.tokenizer import Tokenizer
 
@@ -55,6 +56,7 @@ class Session:
     args: Sequence[str] = ()  # those before "--"
     has_written: bool = False  # to stdout
     is_mid_line: bool = False  # stdout: what was written there last does not end with a line feed
+    signals: Signals | None = None  # those that may end it, in a process of its own
 
     def look_at(self, args: Sequence[str]) -> None:
         """Take what an error in the rest of the command line depends on, before it is parsed."""
