@@ -458,7 +458,7 @@ def test_a_merge_that_the_vocabulary_lacks_is_refused_before_a_file_is_written(t
 @pytest.mark.parametrize("to", ["q3_k", "f64", ""])
 def test_a_type_that_cannot_be_written_is_refused_with_those_that_can(to: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
-    with pytest.raises(UsageError, match="there are: F32, F16, Q4_0, Q4_1, Q8_0, Q5_0, Q5_1, BF16"):
+    with pytest.raises(UsageError, match="expected one of F32, F16, Q4_0, Q4_1, Q8_0, Q5_0, Q5_1, BF16"):
         convert(tmp_path, to=to)
 
 

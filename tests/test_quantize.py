@@ -338,7 +338,7 @@ def test_a_file_without_architecture_is_refused(folder: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("to", ["q3_k", "iq4_nl", "x"])
 def test_a_type_that_cannot_be_written_is_refused_with_those_that_can(to: str, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there are: F32, F16, Q4_0, Q4_1, Q8_0, Q5_0, Q5_1, BF16, Q4_K_S"):
+    with pytest.raises(UsageError, match="expected one of F32, F16, Q4_0, Q4_1, Q8_0, Q5_0, Q5_1, BF16, Q4_K_S"):
         quantize(folder / "f16.gguf", tmp_path / "out.gguf", to=to)
 
 

@@ -114,5 +114,9 @@ def test_the_number_of_a_type_is_llama_cpps() -> None:
 def test_a_type_is_found_in_any_case_and_q4_k_is_its_medium_mixture() -> None:
     assert find_recipe("q4_K_m") is find_recipe("Q4_K") is RECIPES["Q4_K_M"]
     assert find_recipe("q5_k") is RECIPES["Q5_K_M"]
-    with pytest.raises(UsageError, match=r"q3_k is not a type to convert to; there are: F32, .*Q5_K_M, Q6_K\."):
-        find_recipe("q3_k")
+
+
+@pytest.mark.parametrize("name", ["q3_k", "", " "])
+def test_a_type_that_there_is_not_is_named_beside_those_that_there_are(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"^type '{name}' is unknown; expected one of F32, .*Q5_K_M, Q6_K\.$"):
+        find_recipe(name)

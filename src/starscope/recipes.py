@@ -73,7 +73,7 @@ def find_recipe(to: str) -> Recipe:
     name = to.upper()
     found = RECIPES.get(ALIASES.get(name, name))
     if found is None:
-        raise UsageError(f"{to} is not a type to convert to; there are: {', '.join(RECIPES)}.")
+        raise UsageError(f"type {to!r} is unknown; expected one of {', '.join(RECIPES)}.")
     return found
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import starscope
 from starscope.cli.units import bytes_text, count_text
+from starscope.recipes import ALIASES, RECIPES
 
 SHOWN = [
     "path", "kind", "file_bytes", "architecture", "name", "license", "family", "size_class", "parameters",
@@ -244,7 +245,28 @@ def test_convert_writes_into_the_folder_by_default(cli, folder, tmp_path):
 def test_convert_takes_one_type(cli, folder, tmp_path):
     result = cli("convert", folder, "f16", "--to", "q8_0", "-o", tmp_path / "out.gguf")
     assert result.exit_code == 2
-    assert "f16 and --to q8_0" in result.stderr
+    assert "'f16' and --to 'q8_0'" in result.stderr
+
+
+@pytest.mark.parametrize("options", [["--to", ""], [""], ["f16", "--to", ""]], ids=repr)
+def test_an_empty_type_is_unknown_like_any_other(options, cli, folder, model, tmp_path):
+    found = [cli("convert", folder, *options, "-o", tmp_path / "out.gguf")]
+    if options[0] == "--to":
+        found.append(cli("quantize", model, tmp_path / "out.gguf", *options))
+    for result in found:
+        assert result.exit_code == 2
+        assert "''" in result.stderr
+        assert "  " not in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_names_every_type_and_alias(cli):
+    for verb in ("convert", "quantize"):
+        shown = " ".join(cli(verb, "--help").stdout.split())
+        for name in RECIPES:
+            assert name.lower() in shown
+        for alias, name in ALIASES.items():
+            assert f"{name.lower()} (or {alias.lower()})" in shown
 
 
 def test_an_output_that_exists_is_kept_without_force(cli, folder, model, tmp_path):

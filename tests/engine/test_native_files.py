@@ -132,6 +132,18 @@ def test_the_command_line_says_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch
     assert "GB of memory" in said
 
 
+def test_an_instruction_set_for_another_engine_is_a_usage_error() -> None:
+    before = module.isa()
+    for verb in (["run", "demo", "x"], ["perplexity", "demo", __file__], ["bench", "demo"], ["demo"]):
+        for options in (["--engine", "numpy"], ["--engine", "torch"], ["--device", "cuda"]):
+            status, out, said = run(*verb, "--isa", "scalar", *options)
+            assert (status, out) == (2, "")
+            other = "numpy" if "numpy" in options else "torch"
+            assert f"--isa is for the native engine, and here the {other} engine would run" in said
+    assert module.isa() == before  # nothing has been changed on the way
+    assert "with the native engine alone" in " ".join(run("run", "--help")[1].split())
+
+
 def test_every_instruction_set_writes_the_same_text() -> None:
     prompt = "import os\n\n\ndef read(path):\n    "
     texts = {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, TypeVar, cast
 
 import click
 
@@ -185,23 +186,40 @@ def check_context(_ctx: click.Context, _parameter: click.Parameter, value: int |
     return value
 
 
-def use_isa(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> None:
-    """Have the compiled module use one instruction set from now on."""
-    if value is not None:
-        from starscope import native
+def use_isa(name: str, engine: str, device: str) -> None:
+    """Have the compiled module use one instruction set from now on. UsageError where another engine would run, in
+    which nothing but the decoding of weights would change.
+    """
+    from starscope import native
+    from starscope.engine.base import choose_engine
 
-        native.use_isa(value)
+    if engine == "auto":
+        engine, _ = choose_engine(device)
+    if engine != "native":
+        raise UsageError(
+            f"--isa is for the native engine, and here the {engine} engine would run; "
+            "leave --isa out, or use --engine native."
+        )
+    native.use_isa(name)
 
 
 def engine_options(function: F) -> F:
-    """--engine, --device, --ctx and --threads, as `engine`, `device`, `ctx_length` and `threads`; and --isa."""
+    """--engine, --device, --ctx and --threads, as `engine`, `device`, `ctx_length` and `threads`; and --isa, which has
+    been heeded when the verb's function is called.
+    """
+
+    @functools.wraps(function)
+    def with_isa(*args: Any, isa: str | None, engine: str, device: str, **options: Any) -> Any:
+        if isa is not None:
+            use_isa(isa, engine, device)
+        return function(*args, engine=engine, device=device, **options)
+
+    decorated: Any = with_isa
     for option in (
         click.option(
             "--isa",
-            callback=use_isa,
-            expose_value=False,
             metavar="NAME",
-            help="Instruction set of the native engine (default: the best that this machine has; see doctor).",
+            help="Instruction set, with the native engine alone (default: the best that this machine has; see doctor).",
         ),
         click.option(
             "-t", "--threads", type=int, callback=check_threads, metavar="N", help="Cores to use (default: all)."
@@ -219,8 +237,8 @@ def engine_options(function: F) -> F:
             "--engine", type=click.Choice(ENGINE_NAMES), default="auto", show_default=True, help="What runs it."
         ),
     ):
-        function = option(function)
-    return function
+        decorated = option(decorated)
+    return cast(F, decorated)
 
 
 def load_model(

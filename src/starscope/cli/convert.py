@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 FIRST_TYPES = {"0": "f32", "1": "f16"}  # how the first converter for this family numbered its types
 DEFAULT_TYPE = "f16"
-TYPES = "f32, f16, bf16, q8_0, q6_k, q5_k_m, q5_k_s, q5_1, q5_0, q4_k_m, q4_k_s, q4_1, q4_0"
+TYPES = (
+    "f32, f16, bf16, q8_0, q6_k, q5_k_m (or q5_k), q5_k_s, q5_1, q5_0, q4_k_m (or q4_k), q4_k_s, q4_1, q4_0"
+    "; in any case"
+)
 
 
 @click.command()
@@ -29,7 +32,7 @@ TYPES = "f32, f16, bf16, q8_0, q6_k, q5_k_m, q5_k_s, q5_1, q5_0, q4_k_m, q4_k_s,
     "--outtype",
     "to",
     metavar="TYPE",
-    help=f"{TYPES}; in any case. Default: f16.",
+    help=f"{TYPES}. Default: f16.",
 )
 @click.option("--vocab-only", is_flag=True, help="Write the sizes and the vocabulary, without weights.")
 @click.option("--expand-mqa", is_flag=True, help="Repeat the one key and value head for every query head.")
@@ -89,15 +92,16 @@ def chosen_type(positional: str | None, option: str | None) -> str:
     """The one type that was asked for; UsageError for two that differ."""
     if positional is not None:
         positional = FIRST_TYPES.get(positional, positional)
-    if positional and option and positional.lower() != option.lower():
-        raise UsageError(f"two types were given, {positional} and --to {option}; expected one.")
-    return option or positional or DEFAULT_TYPE
+    if positional is not None and option is not None and positional.lower() != option.lower():
+        raise UsageError(f"two types were given, {positional!r} and --to {option!r}; expected one.")
+    given = positional if option is None else option
+    return DEFAULT_TYPE if given is None else given
 
 
 @click.command()
 @click.argument("source", metavar="IN", type=PATH)
 @click.argument("out", metavar="OUT", type=PATH)
-@click.option("--to", required=True, metavar="TYPE", help=f"{TYPES}; in any case.")
+@click.option("--to", required=True, metavar="TYPE", help=f"{TYPES}.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @json_option
 @everywhere
