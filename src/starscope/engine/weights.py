@@ -1,7 +1,7 @@
 """The weights of one model as float32 arrays by their standard names, decoded when first used.
 
-They come from a GGUF file (mapped: float32 tensors are views of the file) or from arrays. A tensor that is absent
-and tied is the very array that it is tied to.
+They come from a GGUF file (read, not mapped: one that becomes shorter meanwhile is an error then, and not the process's
+end) or from arrays. A tensor that is absent and tied is the very array that it is tied to.
 """
 
 from __future__ import annotations
@@ -124,23 +124,22 @@ class GGUFSource:
         return info.format.name if info.format else f"type {info.type_id}"
 
     def read(self, slot: Slot) -> Array:
-        keep = self._keep.get(slot.gguf)
-        whole = self._file.array(slot.gguf)
+        info, keep = self._file.info(slot.gguf), self._keep.get(slot.gguf)
+        assert info.format is not None
+        whole = decode(info.format, self._file.read(slot.gguf)).reshape(info.shape)
         return whole if keep is None else np.ascontiguousarray(whole[keep])
 
     def read_rows(self, slot: Slot, rows: Array) -> Array:
         info = self._file.tensors[slot.gguf]
         assert info.format is not None
-        stored = np.empty((len(rows), info.nbytes // info.rows), np.uint8)
-        for row, into in zip(rows.tolist(), stored, strict=True):
-            self._file.read_rows_into(slot.gguf, row, row + 1, into)
-        return decode(info.format, stored)
+        room = np.empty(len(rows) * info.row_bytes, np.uint8)
+        return decode(info.format, self._file.read_each_row(slot.gguf, rows.tolist(), room))
 
     def read_stored(self, slot: Slot, start: int, stop: int, into: Bytes) -> Bytes:
         keep = self._keep.get(slot.gguf)
         if keep is None:
             return self._file.read_rows_into(slot.gguf, start, stop, into)
-        return self._file.raw(slot.gguf)[keep[start:stop]]
+        return self._file.read_each_row(slot.gguf, keep[start:stop].tolist(), into)
 
 
 def open_weights(file: GGUFFile, family: Family, hp: HParams) -> tuple[HParams, Weights]:

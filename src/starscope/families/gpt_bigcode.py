@@ -237,7 +237,7 @@ def fold(hp: HParams, file: GGUFFile) -> tuple[HParams, Mapping[str, np.ndarray]
     for name in names:
         if name not in file.tensors or file.tensors[name].shape[0] != 3 * hp.hidden_size:
             return hp, {}
-        stored = file.raw(name)
+        stored = file.read(name)
         stored = stored.reshape(3 * hp.hidden_size, -1)[hp.hidden_size :]  # K and V
         copies = stored.reshape(2, hp.num_heads, hp.head_dim, -1)
         if not (copies == copies[:, :1]).all():

@@ -20,6 +20,7 @@ import re
 import stat
 import struct
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -82,6 +83,11 @@ class TensorInfo:
         """How many rows `raw` has: all dimensions but the last, multiplied; 1 for a vector."""
         return math.prod(self.shape[:-1])
 
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of one of them."""
+        return self.nbytes // self.rows
+
 
 class GGUFFile:
     """An open file: its metadata as `Value`s, its tensors by name, their bytes on request."""
@@ -114,7 +120,7 @@ class GGUFFile:
             raise GGUFError(f"{name} in {self.path} has {info.rows} rows; rows {start} to {stop} were asked for.")
         if self._parts is None:
             raise InputError(f"{self.path} is closed; {name} can no longer be read from it.")
-        row_bytes = info.nbytes // info.rows
+        row_bytes = info.row_bytes
         data = self._parts[info.part].data()[info.offset + start * row_bytes : info.offset + stop * row_bytes]
         return data.reshape(stop - start, row_bytes)
 
@@ -128,10 +134,27 @@ class GGUFFile:
         if not 0 <= start <= stop <= info.rows or self._parts is None:
             self.raw_rows(name, start, stop)  # says what is wrong
         assert self._parts is not None
-        row_bytes = info.nbytes // info.rows
+        row_bytes = info.row_bytes
         into = into[: (stop - start) * row_bytes]
         self._parts[info.part].read_into(info.offset + start * row_bytes, into)
         return into.reshape(stop - start, row_bytes)
+
+    def read_each_row(self, name: str, rows: Sequence[int], into: Bytes) -> Bytes:
+        """The bytes of rows in any order, each read by itself into `into` (as above): uint8 [len(rows) row_bytes]."""
+        info, size = self.info(name), self.info(name).row_bytes
+        if self._parts is None or (len(rows) and not 0 <= min(rows) <= max(rows) < info.rows):
+            self.raw_rows(name, min(rows, default=0), max(rows, default=0) + 1)  # says what is wrong
+        assert self._parts is not None
+        part = self._parts[info.part]
+        into = into[: len(rows) * size].reshape(len(rows), size)
+        for row, place in zip(rows, into, strict=True):
+            part.read_into(info.offset + row * size, place)
+        return into
+
+    def read(self, name: str) -> Bytes:
+        """A tensor's bytes as stored, in memory of their own: uint8 [rows row_bytes]. Errors as above."""
+        info = self.info(name)
+        return self.read_rows_into(name, 0, info.rows, np.empty(info.nbytes, np.uint8))
 
     def array(self, name: str) -> Floats:
         """A tensor's values as float32 in torch order. F32 is mapped and read-only, every other format a new array."""
