@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from starscope import native
-from starscope.engine.native_program import ATTENTION, LINEAR
 from starscope.formats import FORMATS, INTEGER_FORMATS, Format, decode, find_format, format_by_id, round_activation
 
 module = native.kernels()
 assert module is not None, native.why_missing()
+LINEAR, ATTENTION = module.kinds["linear"], module.kinds["attention"]
 COMPUTED = [fmt for type_id in module.computes() if (fmt := format_by_id(type_id)) is not None]
 TYPES = pytest.mark.parametrize("fmt", COMPUTED, ids=[fmt.name for fmt in COMPUTED])
 ISAS = pytest.mark.parametrize("isa", module.isas())
@@ -31,11 +31,9 @@ def product(fmt: Format, raw: np.ndarray, x: np.ndarray, isa: str, threads: int 
     layer = module.Instruction()
     layer.kind, layer.matrix, layer.cols = LINEAR, matrix, rows
     layer.a, layer.out = module.View(0), module.View(1)
-    program.compile([layer], [cols, rows], 2)
+    code = program.compile([layer], [cols, rows], 2)
     out = np.full((len(x), rows), np.nan, np.float32)
-    program.run(
-        0, 1, len(x), np.empty(0, np.int64), [(0, len(x), 0, module.KeyValues(True, 1, 1, 1, len(x)))], [x, out]
-    )
+    program.run(code, module.Buffers(), 0, 1, len(x), np.empty(0, np.int64), [], [x, out])
     return out
 
 
@@ -156,7 +154,7 @@ def test_instructions_that_reach_past_their_slots_are_refused() -> None:
             setattr(layer, name, value)
         return layer
 
-    program.compile([linear()], [30, 20], 2)
+    code = program.compile([linear()], [30, 20], 2)
     for fields, message in [
         ({"cols": 19}, "another number of columns"),
         ({"matrix": 1}, "names no matrix"),
@@ -169,6 +167,7 @@ def test_instructions_that_reach_past_their_slots_are_refused() -> None:
         ({"norm_weight": short}, "too short"),
         ({"bias": short}, "too short"),
         ({"kind": 77}, "of no kind"),
+        ({"activation": 3}, "names no activation"),
     ]:
         with pytest.raises(ValueError, match=message):
             program.compile([linear(**fields)], [30, 20], 2)
@@ -187,7 +186,9 @@ def test_instructions_that_reach_past_their_slots_are_refused() -> None:
         ((0, 1, 3, none, [(0, 3, 0, cache)], [x, out[:2]]), "another number of rows"),
     ]:
         with pytest.raises(ValueError, match=message):
-            program.run(*arguments)
+            program.run(code, module.Buffers(), *arguments)
+    with pytest.raises(ValueError, match="another program"):
+        module.Program(1, "scalar").run(code, module.Buffers(), 0, 1, 3, none, [], [x, out])
 
 
 @pytest.mark.parametrize("shape", [(True, 1, 1, 4), (True, 2, 2, 4), (True, 2, 1, 5)])
@@ -197,15 +198,17 @@ def test_a_cache_of_another_model_is_refused(shape: tuple[bool, int, int, int]) 
     attention.kind, attention.layer, attention.heads, attention.kv_heads, attention.dim = ATTENTION, 1, 2, 1, 4
     attention.a, attention.b, attention.c = module.View(0), module.View(0, 8), module.View(0, 12)
     attention.out, attention.cols, attention.scale = module.View(1), 8, 0.5
-    program.compile([attention], [16, 8], 2)
+    code = program.compile([attention], [16, 8], 2)
 
     def run(*caches: Any) -> None:
         sequences = [(i, 1, 0, cache) for i, cache in enumerate(caches)]
         rows = [np.ones((len(caches), width), np.float32) for width in (16, 8)]
-        program.run(0, 1, len(caches), np.empty(0, np.int64), sequences, rows)
+        program.run(code, module.Buffers(), 0, 1, len(caches), np.empty(0, np.int64), sequences, rows)
 
     good = [module.KeyValues(half, 2, 1, 4, 5) for half in (True, True, False)]
     run(*good[:2])
+    with pytest.raises(ValueError, match="no sequences"):
+        program.run(code, module.Buffers(), 0, 1, 1, np.empty(0, np.int64), [], [np.ones((1, 16), np.float32)] * 2)
     for caches in ([module.KeyValues(*shape, 5)], [good[0], module.KeyValues(*shape, 5)], [good[0], good[2]]):
         with pytest.raises(ValueError, match="another shape"):
             run(*caches)

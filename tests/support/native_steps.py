@@ -13,7 +13,6 @@ import numpy as np
 from starscope.engine import numpy_engine, rounding
 from starscope.engine.base import input_values, make_batch
 from starscope.engine.native_engine import NativeEngine
-from starscope.engine.native_program import ACTIVATIONS, ADD, ATTENTION, GATHER, LINEAR, NORM
 from starscope.formats import INTEGER_FORMATS, round_activation
 from support.stored import distance
 
@@ -22,15 +21,15 @@ WEIGHT = 2.0**-8  # by how much two roundings of one weight to bfloat16 can diff
 
 
 class Steps:
-    """An engine's program with all its slots in sight. The engine itself cannot run any more."""
+    """An engine's program with all its slots in sight."""
 
     def __init__(self, engine: NativeEngine) -> None:
-        self.engine, self.compiled = engine, engine._compiled
+        self.engine, self.compiled, self.kinds = engine, engine._plain.compiled, engine._module.kinds
         self.widths = [*self.compiled.widths, engine.graph.hp.hidden_size]  # the last: normalized rows
         for instruction in self.compiled.instructions:
-            if instruction.kind == LINEAR and instruction.norm_weight >= 0:
+            if instruction.kind == self.kinds["linear"] and instruction.norm_weight >= 0:
                 instruction.norm_out = engine._module.View(len(self.widths) - 1, 0)
-        engine._program.compile(self.compiled.instructions, self.widths, len(self.widths))
+        self.code = engine._program.compile(self.compiled.instructions, self.widths, len(self.widths))
         self.matrices = {number: name for name, number in engine._matrices.items()}
         self.vectors = {number: name for name, number in engine._vectors.items()}
 
@@ -46,9 +45,10 @@ class Steps:
         self.arrays[logits] = np.full((len(batch.wanted), self.widths[logits]), np.nan, np.float32)
         starts = zip(batch.starts, batch.lengths, batch.caches, strict=False)
         pieces = [(first, length, 0, cache.stored) for first, length, cache in starts]
+        buffers = engine._module.Buffers()
         for n, instruction in enumerate(self.compiled.instructions):
             given = [array.copy() for array in self.arrays]
-            engine._program.run(n, n + 1, self.rows, batch.wanted, pieces, self.arrays)
+            engine._program.run(self.code, buffers, n, n + 1, self.rows, batch.wanted, pieces, self.arrays)
             self._check_one(instruction, given)
         assert np.isfinite(self.arrays[logits]).all()
 
@@ -57,17 +57,17 @@ class Steps:
             return given[view.slot][:, view.column : view.column + count]
 
         found = self.arrays[i.out.slot][:, i.out.column : i.out.column + i.cols]
-        if i.kind == ADD:
+        if i.kind == self.kinds["add"]:
             np.testing.assert_array_equal(found, columns(i.a, i.cols) + columns(i.b, i.cols))
-        elif i.kind == GATHER:
+        elif i.kind == self.kinds["gather"]:
             np.testing.assert_array_equal(found[: len(self.wanted)], columns(i.a, i.cols)[self.wanted])
-        elif i.kind == NORM:
+        elif i.kind == self.kinds["norm"]:
             assert distance(found, self._norm(columns(i.a, i.cols), i.weight, i.bias, i.epsilon)) <= SUMS
-        elif i.kind == LINEAR:
+        elif i.kind == self.kinds["linear"]:
             x = columns(i.a, self.engine.weights.slots[self.matrices[i.matrix]].shape[1])
             residual = columns(i.b, i.cols) if i.b.slot >= 0 else None
             self._check_linear(i, x[self.wanted] if i.gather else x, residual, found)
-        elif i.kind == ATTENTION:
+        elif i.kind == self.kinds["attention"]:
             width = i.kv_heads * i.dim
             self._check_attention(i, [columns(i.a, i.cols), columns(i.b, width), columns(i.c, width)], found)
         else:
@@ -82,7 +82,7 @@ class Steps:
         return normed if bias < 0 else normed + self._vector(bias)
 
     def _activated(self, x: np.ndarray, activation: int) -> np.ndarray:
-        kind = next(kind for kind, number in ACTIVATIONS.items() if number == activation)
+        kind = next(kind for kind, number in self.engine._module.activations.items() if number == activation)
         return numpy_engine.KERNELS[kind](None, None, None, [x])
 
     def _check_linear(self, i: Any, x: np.ndarray, residual: np.ndarray | None, found: np.ndarray) -> None:

@@ -20,8 +20,10 @@ import numpy as np
 
 from starscope import native
 from starscope.cache import Cache
-from starscope.engine.base import Array, Batch, Sequences, Wanted, input_values, make_batch
-from starscope.engine.native_program import Compiler
+from starscope.engine.base import Array, Batch, Sequences, Wanted, input_values, make_batch, whole_batch
+from starscope.engine.native_pass import NativePass
+from starscope.engine.native_program import Compiled, Compiler
+from starscope.engine.passes import tail_of
 from starscope.engine.weights import Weights
 from starscope.errors import DoesNotFitError, UnsupportedError
 from starscope.formats import Bytes, Format, decode, find_format
@@ -75,6 +77,14 @@ class Reader:
             self._pool.shutdown(cancel_futures=True)
 
 
+class Listed:
+    """A compiled list of instructions, in the module and as the compiler made it."""
+
+    def __init__(self, program: Any, compiled: Compiled) -> None:
+        self.compiled = compiled
+        self.code = program.compile(compiled.instructions, compiled.widths, compiled.arrays)
+
+
 class NativeCache(Cache):
     """Keys and values of one sequence in the module's memory."""
 
@@ -116,10 +126,11 @@ class NativeEngine:
         try:
             self._program = module.Program(self.threads, self.isa)
             with Reader(weights, self._program, self.threads) as self._reader:
-                self._compiled = Compiler(graph, module, self._matrix, self._vector).compile()
+                compiled = Compiler(graph, module, self._matrix, self._vector).compile()
         except MemoryError:
             raise DoesNotFitError("there is not enough memory for the weights.", hint="Use a smaller model.") from None
-        self._program.compile(self._compiled.instructions, self._compiled.widths, self._compiled.arrays)
+        self._plain, self._buffers = Listed(self._program, compiled), module.Buffers()
+        self._split: Listed | None = None
 
     def new_cache(self) -> NativeCache:
         hp = self.graph.hp
@@ -157,7 +168,7 @@ class NativeEngine:
                 pieces.append((low - start, high - low, past + low - first, cache.stored))
         begin, end = np.searchsorted(batch.wanted, [start, stop]).tolist()
         arrays = []
-        for one in self._compiled.inputs:
+        for one in self._plain.compiled.inputs:
             if one.edge in known:
                 value = known[one.edge][start:stop]
             else:
@@ -165,14 +176,56 @@ class NativeEngine:
             arrays.append(np.ascontiguousarray(value, np.float32))
         wanted = np.ascontiguousarray(batch.wanted[begin:end] - start)
         arrays.append(logits[begin:end])
+        last = len(self._plain.compiled.instructions)
+        self.run_listed(self._plain, self._buffers, 0, last, stop - start, wanted, pieces, arrays)
+
+    def begin(self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last") -> NativePass:
+        """A step that can stop between operations; `forward` otherwise. Takes memory for all its rows at once."""
+        batch = make_batch(self, sequences, caches, wanted)
+        return NativePass(self, batch, *input_values(self.graph, batch))
+
+    def run_tail(self, edge: int, rows: Array) -> Array:
+        """The logits `[n vocab_size]` that follow from rows `[n hidden_size]` of a value near the end of the graph."""
+        first = tail_of(self.graph, edge)
+        logits = [np.empty((0, self.graph.hp.vocab_size), np.float32)]
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            part = rows[start : start + ROWS_AT_ONCE]
+            tail = NativePass(self, whole_batch(len(part)), {edge: part}, first)
+            tail.run(len(self.graph.ops))
+            logits.append(tail.logits)
+        return np.concatenate(logits[1:] or logits)
+
+    def split(self) -> Listed:
+        """The list with nothing fused, for steps that stop."""
+        if self._split is None:
+            compiled = Compiler(self.graph, self._module, self._matrix, self._vector, split=True).compile()
+            self._split = Listed(self._program, compiled)
+        return self._split
+
+    def new_buffers(self) -> Any:
+        """Room for one step's values, in the module."""
+        return self._module.Buffers()
+
+    def run_listed(
+        self,
+        listed: Listed,
+        buffers: Any,
+        first: int,
+        last: int,
+        rows: int,
+        wanted: Array,
+        pieces: Sequence[tuple[int, int, int, Any]],
+        arrays: Sequence[Array],
+    ) -> None:
+        """Instructions first to last on `rows` rows; `pieces`: (first row, rows, past, cache) of each sequence."""
         if self._process != os.getpid():  # after a fork: the parent may have held the lock
             self._process, self._running = os.getpid(), threading.Lock()
         with self._running:
             try:
-                self._program.run(0, len(self._program), stop - start, wanted, pieces, arrays)
+                self._program.run(listed.code, buffers, first, last, rows, wanted, pieces, arrays)
             except MemoryError:
                 raise DoesNotFitError(
-                    f"there is not enough memory for a step of {stop - start} tokens.", hint="Free some memory."
+                    f"there is not enough memory for a step of {rows} tokens.", hint="Free some memory."
                 ) from None
             except OSError as error:
                 raise DoesNotFitError(

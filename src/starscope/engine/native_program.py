@@ -55,6 +55,9 @@ class Compiled:
     instructions: list[Any]
     widths: list[int]
     inputs: list[Input]  # the arrays, in order; after them the logits
+    views: dict[int, tuple[Any, int]]  # edge -> where it is while it lives, and its columns
+    ends: list[int]  # by number of operations: the instructions that have run when those have
+    beside: dict[int, int]  # block -> the first of the instructions that compute its attention openly, behind `ends`
 
     @property
     def arrays(self) -> int:
@@ -63,17 +66,23 @@ class Compiled:
 
 @dataclass
 class Compiler:
-    """One pass over a graph's operations. `matrix` and `vector` give a weight's number in the module."""
+    """One pass over a graph's operations. `matrix` and `vector` give a weight's number in the module.
+
+    `split`: every operation by itself.
+    """
 
     graph: Graph
     module: Any
     matrix: Callable[[str], int]
     vector: Callable[[str], int]
+    split: bool = False
     slots: list[Slot] = field(default_factory=list)
     places: dict[int, Place] = field(default_factory=dict)
-    instructions: list[Any] = field(default_factory=list)
+    instructions: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     inputs: list[Input] = field(default_factory=list)
     done: set[int] = field(default_factory=set)  # operations that went into another's instruction
+    ends: list[int] = field(default_factory=lambda: [0])
+    attention: tuple[Op, Op] | None = None  # the one under way: its scores and its mix
 
     def compile(self) -> Compiled:
         for op in self.graph.ops:
@@ -85,6 +94,7 @@ class Compiler:
                         hint="Use the torch or numpy engine.",
                     )
                 handler(op)
+            self.ends.append(len(self.instructions))
         return self._finish()
 
     # Operations, by the name of their kind.
@@ -96,30 +106,30 @@ class Compiler:
 
     def _add(self, op: Op) -> None:
         a, b = (self._read(edge) for edge in op.inputs)
-        self._emit(ADD, a=a, b=b, out=self._new_slot_for(op), cols=a.cols)
+        self._emit("add", a=a, b=b, out=self._new_slot_for(op), cols=a.cols, wanted=self._chosen(op))
 
     def _layer_norm(self, op: Op) -> None:
         if self._follower(op.outputs[0], ("linear",)) or self._gathered_linear(op):
             return  # the linear layer takes it along
         a = self._read(op.inputs[0])
         weight, bias = self._weight_and_bias(op)
-        self._emit(
-            NORM, a=a, out=self._new_slot_for(op), cols=a.cols, weight=weight, bias=bias, epsilon=op.attrs["epsilon"]
-        )
+        fields = {"weight": weight, "bias": bias, "epsilon": op.attrs["epsilon"], "wanted": self._chosen(op)}
+        self._emit("norm", a=a, out=self._new_slot_for(op), cols=a.cols, **fields)
 
     def _linear(self, op: Op) -> None:
         norm, gather = self._before(op)
         source = (norm or gather or op).inputs[0]
         fields: dict[str, Any] = {"a": self._read(source), "matrix": self.matrix(op.weights[0]), "gather": bool(gather)}
+        fields["wanted"] = not gather and self._chosen(op)
         if len(op.weights) > 1:
             fields["bias"] = self.vector(op.weights[1])
         if norm:
             weight, bias = self._weight_and_bias(norm)
             fields.update(norm_weight=weight, norm_bias=bias, epsilon=norm.attrs["epsilon"])
         out = op.outputs[0]
-        activation = self._follower(out, tuple(ACTIVATIONS))
+        activation = self._follower(out, tuple(self.module.activations))
         if activation:
-            fields["activation"] = ACTIVATIONS[activation.kind]
+            fields["activation"] = self.module.activations[activation.kind]
             out = activation.outputs[0]
             self.done.add(activation.index)
         residual = self._follower(out, ("add",))
@@ -130,11 +140,14 @@ class Compiler:
             self.done.add(residual.index)
         place = self._new_slot(out)
         self.places[out] = place
-        self._emit(LINEAR, out=place, cols=place.cols, **fields)
+        self._emit("linear", out=place, cols=place.cols, **fields)
 
     def _gelu(self, op: Op) -> None:
         a = self._read(op.inputs[0])
-        self._emit(ACTIVATE, a=a, out=self._new_slot_for(op), cols=a.cols, activation=ACTIVATIONS[op.kind])
+        activation = self.module.activations[op.kind]
+        self._emit(
+            "activate", a=a, out=self._new_slot_for(op), cols=a.cols, activation=activation, wanted=self._chosen(op)
+        )
 
     _gelu_tanh = _gelu
 
@@ -142,7 +155,7 @@ class Compiler:
         if self._follower(op.outputs[0], ("linear",)):
             return
         a = self._read(op.inputs[0])
-        self._emit(GATHER, a=a, out=self._new_slot_for(op), cols=a.cols)
+        self._emit("gather", a=a, out=self._new_slot_for(op), cols=a.cols)
 
     def _split_heads(self, op: Op) -> None:
         whole = self.places[op.inputs[0]]
@@ -154,40 +167,53 @@ class Compiler:
             column += cols
 
     def _cache(self, op: Op) -> None:
-        """Taken along by the attention that reads it."""
+        """Taken along by the attention that reads it, unless everything is by itself."""
+        if self.split:
+            place = self._read(op.inputs[0])
+            part = {"k": "b", "v": "c"}[op.attrs["part"]]
+            _, kv_heads, dim = self.graph.edges[op.inputs[0]].axes
+            sizes = {"cols": place.cols, "layer": op.layer, "heads": kv_heads, "kv_heads": kv_heads, "dim": dim}
+            self._emit("append", **{part: place}, **sizes)
 
     def _scores(self, op: Op) -> None:
         ops, graph = self.graph.ops, self.graph
         softmax, mix, merge = ops[op.index + 1 : op.index + 4]
         if (softmax.kind, mix.kind, merge.kind) != ("softmax", "mix", "merge_heads"):
             raise UnsupportedError(f"the native engine cannot run this form of attention of {graph.family.name}.")
-        keys, values = (ops[graph.producers[edge] or 0] for edge in (op.inputs[1], mix.inputs[1]))
-        _, heads, dim = graph.edges[op.inputs[0]].axes
+        self.attention = (op, mix)
+        if not self.split:
+            self.done |= {softmax.index, mix.index}
+            self._attend()
+
+    def _softmax(self, op: Op) -> None:
+        """Within the one instruction of an attention."""
+
+    def _mix(self, op: Op) -> None:
+        self._attend()
+
+    def _attend(self) -> None:
+        assert self.attention is not None
+        scores, mix = self.attention
+        graph = self.graph
+        keys, values = (graph.ops[graph.producers[edge] or 0] for edge in (scores.inputs[1], mix.inputs[1]))
+        _, heads, dim = graph.edges[scores.inputs[0]].axes
         _, kv_heads, _ = graph.edges[keys.inputs[0]].axes
-        a, b, c = (self._read(edge) for edge in (op.inputs[0], keys.inputs[0], values.inputs[0]))
-        self.done |= {softmax.index, mix.index, merge.index}
-        out = self._new_slot(merge.outputs[0])
-        self.places[merge.outputs[0]] = out
-        self._emit(
-            ATTENTION,
-            a=a,
-            b=b,
-            c=c,
-            out=out,
-            cols=out.cols,
-            layer=op.layer,
-            heads=heads,
-            kv_heads=kv_heads,
-            dim=dim,
-            scale=op.attrs["scale"],
-        )
+        fields: dict[str, Any] = {"a": self._read(scores.inputs[0])}
+        if not self.split:
+            fields.update(b=self._read(keys.inputs[0]), c=self._read(values.inputs[0]))
+        out = self._new_slot_for(mix)
+        fields.update(out=out, cols=out.cols, layer=scores.layer, heads=heads, kv_heads=kv_heads, dim=dim)
+        self._emit("attention", scale=scores.attrs["scale"], **fields)
+
+    def _merge_heads(self, op: Op) -> None:
+        self.places[op.outputs[0]] = self.places[op.inputs[0]]
 
     # What may go together.
 
     def _follower(self, edge: int, kinds: tuple[str, ...]) -> Op | None:
         """The one operation that reads a value, when it is of these kinds."""
         consumers = self.graph.consumers[edge]
-        if len(consumers) != 1 or self.graph.ops[consumers[0]].kind not in kinds:
+        if self.split or len(consumers) != 1 or self.graph.ops[consumers[0]].kind not in kinds:
             return None
         return self.graph.ops[consumers[0]]
 
@@ -208,6 +234,10 @@ class Compiler:
                     norm = self.graph.ops[producer]
                 edge = self.graph.ops[producer].inputs[0]
         return norm, gather
+
+    def _chosen(self, op: Op) -> bool:
+        """Whether an operation's input has the wanted rows only."""
+        return self.graph.edges[op.inputs[0]].axes[0] == "wanted"
 
     # Where values lie.
 
@@ -235,7 +265,7 @@ class Compiler:
     def _weight_and_bias(self, op: Op) -> tuple[int, int]:
         return self.vector(op.weights[0]), self.vector(op.weights[1]) if len(op.weights) > 1 else -1
 
-    def _emit(self, kind: int, **fields: Any) -> None:
+    def _emit(self, kind: str, **fields: Any) -> None:
         self.instructions.append((kind, fields))
 
     def _finish(self) -> Compiled:
@@ -258,11 +288,15 @@ class Compiler:
                 free_from.append(-1)
             number[i], free_from[found] = found, slot.end
         made = [self._instruction(kind, fields, number) for kind, fields in self.instructions]
-        return Compiled(made, widths, self.inputs)
+        views = {
+            edge: (self.module.View(number[place.slot], place.column), place.cols)
+            for edge, place in self.places.items()
+        }
+        return Compiled(made, widths, self.inputs, views, self.ends, {})
 
-    def _instruction(self, kind: int, fields: dict[str, Any], number: dict[int, int]) -> Any:
+    def _instruction(self, kind: str, fields: dict[str, Any], number: dict[int, int]) -> Any:
         made = self.module.Instruction()
-        made.kind = kind
+        made.kind = self.module.kinds[kind]
         for name, value in fields.items():
             if isinstance(value, Place):
                 value = self.module.View(number[value.slot], value.column)

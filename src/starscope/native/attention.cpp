@@ -100,12 +100,51 @@ class Queue {
     size_t mine_;
 };
 
+size_t end_of(const AttentionSequence& sequence) { return sequence.past + sequence.new_rows; }
+
+const AttentionArithmetic& arithmetic_of(const AttentionKernels& kernels, const AttentionStep& step) {
+    return step.cache.half ? kernels.half : kernels.single;
+}
+
+// Positions begin .. end-1 of a sequence's new keys and values into one key head of its cache, whichever there are.
+void append(const AttentionStep& step, const AttentionArithmetic& arithmetic, const AttentionSequence& sequence,
+            int head, size_t begin, size_t end) {
+    if (begin >= end) return;
+    const CacheShape& cache = step.cache;
+    const size_t offset = (sequence.first_row + begin - sequence.past) * step.stride + head * cache.dim;
+    if (step.new_keys != nullptr) {
+        arithmetic.append_keys(cache.dim, sequence.keys + head * cache.key_bytes(sequence.capacity), begin, end - begin,
+                               step.new_keys + offset, step.stride);
+    }
+    if (step.new_values != nullptr) {
+        arithmetic.append_values(cache.dim, sequence.values + head * cache.value_bytes(sequence.capacity), begin,
+                                 end - begin, step.new_values + offset, step.stride);
+    }
+}
+
+void append_in_tile(const AttentionStep& step, const AttentionArithmetic& arithmetic, const AttentionSequence& sequence,
+                    int head, size_t tile) {
+    append(step, arithmetic, sequence, head, std::max(sequence.past, tile * kTileKeys),
+           std::min(end_of(sequence), (tile + 1) * kTileKeys));
+}
+
+void append_sequence(const AttentionStep& step, const AttentionArithmetic& arithmetic,
+                     const AttentionSequence& sequence, Queue& queue) {
+    for (int head = 0; head < step.cache.kv_heads; ++head) {
+        for (size_t tile = sequence.past / kTileKeys; tile < tiles_of(end_of(sequence)); ++tile) {
+            if (!queue.reached()) continue;
+            append_in_tile(step, arithmetic, sequence, head, tile);
+            queue.take();
+        }
+    }
+}
+
 // One thread's part of a step.
 class Worker {
   public:
     Worker(const AttentionKernels& kernels, const AttentionStep& step, Team& team, int thread, uint8_t* scratch)
         : step_(step),
-          arithmetic_(step.cache.half ? kernels.half : kernels.single),
+          arithmetic_(arithmetic_of(kernels, step)),
           team_(team),
           group_(step.heads / step.cache.kv_heads),
           unit_positions_(unit_positions(group_)) {
@@ -134,7 +173,7 @@ class Worker {
     }
 
     void run() {
-        if (any_long_) {
+        if (any_long_ && step_.new_keys != nullptr) {
             append_long();
             team_.barrier();
         }
@@ -155,8 +194,6 @@ class Worker {
     }
     bool is_long(const AttentionSequence& sequence) const { return sequence.new_rows > unit_positions_; }
 
-    static size_t end_of(const AttentionSequence& sequence) { return sequence.past + sequence.new_rows; }
-
     // Calls f(sequence, key head, index of the split or splits_ if it is none) for the units of short sequences.
     template <typename F>
     void for_short_units(F f) const {
@@ -175,33 +212,11 @@ class Worker {
         }
     }
 
-    void append(const AttentionSequence& sequence, int head, size_t begin, size_t end) const {
-        if (begin >= end) return;
-        const CacheShape& cache = step_.cache;
-        const size_t offset = (sequence.first_row + begin - sequence.past) * step_.stride + head * cache.dim;
-        arithmetic_.append(cache.dim, sequence.keys + head * cache.key_bytes(sequence.capacity),
-                           sequence.values + head * cache.value_bytes(sequence.capacity), begin, end - begin,
-                           step_.new_keys + offset, step_.new_values + offset, step_.stride);
-    }
-
     void append_long() {
         Queue queue(team_);
         for (size_t i = 0; i < step_.count; ++i) {
-            const AttentionSequence& sequence = step_.sequences[i];
-            if (!is_long(sequence)) continue;
-            for (int head = 0; head < step_.cache.kv_heads; ++head) {
-                for (size_t tile = sequence.past / kTileKeys; tile < tiles_of(end_of(sequence)); ++tile) {
-                    if (!queue.reached()) continue;
-                    append_in_tile(sequence, head, tile);
-                    queue.take();
-                }
-            }
+            if (is_long(step_.sequences[i])) append_sequence(step_, arithmetic_, step_.sequences[i], queue);
         }
-    }
-
-    void append_in_tile(const AttentionSequence& sequence, int head, size_t tile) const {
-        append(sequence, head, std::max(sequence.past, tile * kTileKeys),
-               std::min(end_of(sequence), (tile + 1) * kTileKeys));
     }
 
     // Packs the queries of a unit: `positions` tokens from the sequence's new token `token` on.
@@ -274,7 +289,7 @@ class Worker {
         for_short_units([&](const AttentionSequence& sequence, int head, size_t split) {
             if (split < splits_) return attend_split(queue, sequence, head, split);
             if (!queue.reached()) return;
-            append(sequence, head, sequence.past, end_of(sequence));
+            append(step_, arithmetic_, sequence, head, sequence.past, end_of(sequence));
             attend_unit(sequence, head, 0, sequence.new_rows);
             queue.take();
         });
@@ -285,7 +300,7 @@ class Worker {
         for (size_t tile = 0; tile < tiles_of(end_of(sequence)); ++tile) {
             if (!queue.reached()) continue;
             if (rows.count == 0) rows = pack(sequence, head, 0, sequence.new_rows);
-            append_in_tile(sequence, head, tile);
+            append_in_tile(step_, arithmetic_, sequence, head, tile);
             attend_tile(sequence, head, rows, tile, partial(split, tile), true, team_.size());
             queue.take();
         }
@@ -358,6 +373,14 @@ size_t attention_scratch_bytes(const CacheShape& cache, int heads, size_t rows, 
         take_state(arena, sizes.unit_rows, cache.padded_dim());
     }
     return arena.used();
+}
+
+void append_new(const AttentionKernels& kernels, const AttentionStep& step, Team& team) {
+    Queue queue(team);
+    for (size_t i = 0; i < step.count; ++i) {
+        append_sequence(step, arithmetic_of(kernels, step), step.sequences[i], queue);
+    }
+    team.barrier();
 }
 
 void attend(const AttentionKernels& kernels, const AttentionStep& step, Team& team, int thread, uint8_t* scratch) {

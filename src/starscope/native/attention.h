@@ -52,8 +52,8 @@ struct AttentionStep {
     CacheShape cache;
     int heads;    // query heads; head h reads key head h / (heads / kv_heads)
     float scale;  // of the scores
-    // Row r: query head h at queries + r * stride + h * dim; likewise keys and values (new, not yet cached), and the
-    // output, whose heads lie side by side.
+    // Row r: query head h at queries + r * stride + h * dim; likewise keys and values (new, not yet cached; null: they
+    // have been appended already), and the output, whose heads lie side by side.
     const float* queries;
     const float* new_keys;
     const float* new_values;
@@ -69,8 +69,10 @@ struct AttentionStep {
 size_t attention_scratch_bytes(const CacheShape& cache, int heads, size_t rows, size_t sequences, size_t longest,
                                int threads);
 
-// Appends the step's keys and values to the caches and writes the output of all its rows. Called by every thread of the
-// team, within a job, when all inputs are there; when it returns all of the output is there.
+// Called by every thread of the team, within a job, when all inputs are there; when they return all of the output is
+// there. `attend` appends the step's keys and values to the caches and writes the output of all its rows; `append_new`
+// only appends, or only one of the two when the other is null.
+void append_new(const AttentionKernels& kernels, const AttentionStep& step, Team& team);
 void attend(const AttentionKernels& kernels, const AttentionStep& step, Team& team, int thread, uint8_t* scratch);
 
 }  // namespace starscope

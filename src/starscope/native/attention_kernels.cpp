@@ -401,20 +401,29 @@ inline void convert(uint16_t* to, Vec v) { store_halves(to, v); }
 // kPair: how many dims of a key, and positions of a value, lie side by side. The second value of a pair is read with
 // the first one, with a weight of 0: until it is there it must be finite.
 template <class Element, size_t kPair>
-void append(size_t dim, uint8_t* key_bytes, uint8_t* value_bytes, size_t position, size_t count, const float* new_keys,
-            const float* new_values, size_t stride) {
-    const size_t key_dims = rounded_up(dim, kPair), columns = rounded_up(dim, kLanes);
-    for (; count > 0; --count, ++position, new_keys += stride, new_values += stride) {
+void append_keys(size_t dim, uint8_t* key_bytes, size_t position, size_t count, const float* from, size_t stride) {
+    const size_t key_dims = rounded_up(dim, kPair);
+    for (; count > 0; --count, ++position, from += stride) {
         Element* keys = reinterpret_cast<Element*>(key_bytes) + position / kLanes * kLanes * key_dims;
-        Element* values = reinterpret_cast<Element*>(value_bytes) + position / kPair * kPair * columns;
         Element elements[kLanes];
-        for (size_t i = 0; i < columns; i += kLanes) {
-            convert(elements, load_up_to(new_keys + i, dim - i));
+        for (size_t i = 0; i < key_dims; i += kLanes) {
+            convert(elements, load_up_to(from + i, dim - i));
             const size_t end = smaller(i + kLanes, key_dims);
             for (size_t d = i; d < end; ++d) {
                 keys[d / kPair * kPair * kLanes + position % kLanes * kPair + d % kPair] = elements[d - i];
             }
-            convert(elements, load_up_to(new_values + i, dim - i));
+        }
+    }
+}
+
+template <class Element, size_t kPair>
+void append_values(size_t dim, uint8_t* value_bytes, size_t position, size_t count, const float* from, size_t stride) {
+    const size_t columns = rounded_up(dim, kLanes);
+    for (; count > 0; --count, ++position, from += stride) {
+        Element* values = reinterpret_cast<Element*>(value_bytes) + position / kPair * kPair * columns;
+        Element elements[kLanes];
+        for (size_t i = 0; i < columns; i += kLanes) {
+            convert(elements, load_up_to(from + i, dim - i));
             for (size_t d = i; d < i + kLanes; ++d) {
                 values[d * kPair + position % kPair] = elements[d - i];
                 if (position % kPair + 1 < kPair) values[d * kPair + 1] = 0;
@@ -455,8 +464,8 @@ void finish(size_t dim, float sum, const float* mix, float* output) {
 
 extern const AttentionKernels attention_kernels = {
     STARSCOPE_TEXT(STARSCOPE_ISA),
-    {append<uint16_t, 2>, pack<Halves>, attend<Halves>, merge, finish},
-    {append<float, 1>, pack<Singles>, attend<Singles>, merge, finish},
+    {append_keys<uint16_t, 2>, append_values<uint16_t, 2>, pack<Halves>, attend<Halves>, merge, finish},
+    {append_keys<float, 1>, append_values<float, 1>, pack<Singles>, attend<Singles>, merge, finish},
 };
 
 }  // namespace STARSCOPE_ISA

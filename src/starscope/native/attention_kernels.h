@@ -61,10 +61,10 @@ struct AttentionTile {
 };
 
 struct AttentionArithmetic {
-    // Writes `count` positions, the first being `position`, into the cache of one key head. Position i is read at
-    // new_keys + i * stride.
-    void (*append)(size_t dim, uint8_t* keys, uint8_t* values, size_t position, size_t count, const float* new_keys,
-                   const float* new_values, size_t stride);
+    // Write `count` positions, the first being `position`, into the cache of one key head. Position i is read at
+    // from + i * stride.
+    void (*append_keys)(size_t dim, uint8_t* keys, size_t position, size_t count, const float* from, size_t stride);
+    void (*append_values)(size_t dim, uint8_t* values, size_t position, size_t count, const float* from, size_t stride);
     // Writes one query, multiplied by `scale`, as a column of the packed queries. The scale has the scores in powers of
     // two: log2(e) times what the model asks for.
     void (*pack)(size_t dim, const float* query, float scale, uint32_t* column, size_t stride);

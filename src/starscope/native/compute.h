@@ -32,6 +32,12 @@ inline size_t tile_bytes(const PanelType& type, size_t cols, size_t rows) {
 
 enum Activation : int { kNoActivation = 0, kGelu = 1, kGeluTanh = 2 };
 
+// By the names of their ops.
+constexpr struct {
+    const char* name;
+    Activation activation;
+} kActivations[] = {{"gelu", kGelu}, {"gelu_tanh", kGeluTanh}};
+
 // One row: y = (x - mean) / sqrt(variance + epsilon) * weight + bias. `bias` may be null.
 using LayerNorm = void (*)(const float* x, size_t cols, float epsilon, const float* weight, const float* bias,
                            float* y);

@@ -46,58 +46,80 @@ int Program::add_vector(const float* values, size_t count) {
     return static_cast<int>(vectors_.size()) - 1;
 }
 
-void Program::compile(std::vector<Instruction> instructions, std::vector<size_t> widths, size_t arrays) {
-    instructions_ = std::move(instructions);
-    widths_ = std::move(widths);
-    arrays_ = arrays;
-    bases_.assign(widths_.size(), nullptr);
-    private_.clear();
+Code Program::compile(std::vector<Instruction> instructions, std::vector<size_t> widths, size_t arrays) const {
+    Code code{std::move(instructions), std::move(widths), arrays, {}};
+    code.whole.assign(code.widths.size(), false);
     size_t prepared = 0;
-    part_bytes_ = 0;
-    for (const Instruction& i : instructions_) {
+    for (const Instruction& i : code.instructions) {
+        const bool chooses = i.gather || i.kind == kGather;
+        if (i.a.exists() && !i.wanted) code.whole[i.a.slot] = true;
+        for (const View& view : {i.b, i.c, i.out, i.norm_out}) {
+            if (view.exists() && !i.wanted && !chooses) code.whole[view.slot] = true;
+        }
         if (i.kind != kLinear) continue;
         const Matrix& m = matrices_[i.matrix];
         prepared = std::max(prepared, tile_bytes(*m.type, m.cols, kFewRows) + m.cols * sizeof(float));
-        part_bytes_ = std::max(part_bytes_, compute_.part_bytes(*m.type, std::min(kPartCols, m.cols)));
+        code.part_bytes = std::max(code.part_bytes, compute_.part_bytes(*m.type, std::min(kPartCols, m.cols)));
     }
-    part_at_ = (kProducts * sizeof(float) + prepared + 63) / 64 * 64;
-    part_bytes_ = (part_bytes_ + 63) / 64 * 64;
-    const size_t sums = kPartPanels * kMostTiles * kTileRows * kPanelRows * sizeof(float);
-    for (int t = 0; t < threads(); ++t) private_.emplace_back(part_at_ + part_bytes_ + sums);
+    code.part_at = (kProducts * sizeof(float) + prepared + 63) / 64 * 64;
+    code.part_bytes = (code.part_bytes + 63) / 64 * 64;
+    code.program = this;
+    return code;
 }
 
-void Program::reserve(const Step& step) {
-    size_t floats = 0, tiles = 0;
-    for (size_t s = arrays_; s < widths_.size(); ++s) floats += widths_[s];
-    buffer_.grow(floats * step.rows * sizeof(float));
-    buffer_.prefer_large_pages();
-    float* base = reinterpret_cast<float*>(buffer_.data());
-    for (size_t s = 0; s < widths_.size(); ++s) {
-        bases_[s] = s < arrays_ ? step.arrays[s] : base;
-        if (s >= arrays_) base += widths_[s] * step.rows;
+void Buffers::fit(const Code& code, size_t rows) {
+    if (rows == rows_ && arrays_ == code.arrays && widths_ == code.widths) return;
+    size_t floats = 0;
+    for (size_t s = code.arrays; s < code.widths.size(); ++s) floats += code.widths[s];
+    rows_ = 0;  // until there is room
+    if (memory_.size() < floats * rows * sizeof(float)) {
+        memory_.grow(floats * rows * sizeof(float));
+        memory_.prefer_large_pages();
     }
+    widths_ = code.widths;
+    arrays_ = code.arrays;
+    rows_ = rows;
+    bases_.assign(widths_.size(), nullptr);
+    float* base = reinterpret_cast<float*>(memory_.data());
+    for (size_t s = arrays_; s < widths_.size(); ++s) {
+        bases_[s] = base;
+        base += widths_[s] * rows;
+    }
+}
+
+void Program::reserve(const Code& code, Buffers& buffers, size_t first, size_t last, const Step& step) {
+    buffers.fit(code, step.rows);
+    for (size_t s = 0; s < code.arrays; ++s) buffers.bases_[s] = step.arrays[s];
+    bases_ = buffers.bases_.data();
+    widths_ = code.widths.data();
+    part_at_ = code.part_at;
+    part_bytes_ = code.part_bytes;
+    const size_t sums = kPartPanels * kMostTiles * kTileRows * kPanelRows * sizeof(float);
+    for (Memory& memory : private_) memory.grow(part_at_ + part_bytes_ + sums);
     size_t longest = 0;
     for (const Sequence& sequence : step.sequences) longest = std::max(longest, sequence.past + sequence.new_rows);
-    size_t scratch = 0;
-    for (const Instruction& i : instructions_) {
+    size_t tiles = 0, scratch = 0;
+    for (size_t n = first; n < last; ++n) {
+        const Instruction& i = code.instructions[n];
         if (i.kind == kLinear) {
             const Matrix& m = matrices_[i.matrix];
-            tiles = std::max(
-                tiles, tile_bytes(*m.type, m.cols, kTileRows) * tile_count(i.gather ? step.wanted_rows : step.rows));
+            tiles = std::max(tiles, tile_bytes(*m.type, m.cols, kTileRows) * tile_count(rows_of(i, step)));
         } else if (i.kind == kAttention) {
             scratch = std::max(scratch, attention_scratch_bytes(step.sequences[0].cache->shape, i.heads, step.rows,
                                                                 step.sequences.size(), longest, threads()));
         }
     }
-    tiles_.grow(tiles);
-    tiles_.prefer_large_pages();
+    if (tiles_.size() < tiles) {
+        tiles_.grow(tiles);
+        tiles_.prefer_large_pages();
+    }
     attention_scratch_.grow(scratch);
 }
 
-void Program::run(size_t first, size_t last, const Step& step) {
-    reserve(step);
+void Program::run(const Code& code, Buffers& buffers, size_t first, size_t last, const Step& step) {
+    reserve(code, buffers, first, last, step);
     team_.run([&](int thread) {
-        for (size_t i = first; i < last; ++i) execute(instructions_[i], step, thread);
+        for (size_t i = first; i < last; ++i) execute(code.instructions[i], step, thread);
     });
 }
 
@@ -120,6 +142,7 @@ void Program::execute(const Instruction& i, const Step& step, int thread) {
             linear(i, step, thread);
             break;
         case kAttention:
+        case kAppend:
             attend(i, step, thread);
             return;
     }
@@ -127,17 +150,20 @@ void Program::execute(const Instruction& i, const Step& step, int thread) {
 }
 
 void Program::add(const Instruction& i, const Step& step) {
-    for (size_t r; (r = team_.take(1)) < step.rows;) compute_.add(at(i.a, r), at(i.b, r), at(i.out, r), i.cols);
+    const size_t rows = rows_of(i, step);
+    for (size_t r; (r = team_.take(1)) < rows;) compute_.add(at(i.a, r), at(i.b, r), at(i.out, r), i.cols);
 }
 
 void Program::norm(const Instruction& i, const Step& step) {
-    for (size_t r; (r = team_.take(1)) < step.rows;) {
+    const size_t rows = rows_of(i, step);
+    for (size_t r; (r = team_.take(1)) < rows;) {
         compute_.layer_norm(at(i.a, r), i.cols, i.epsilon, vector(i.weight), vector(i.bias), at(i.out, r));
     }
 }
 
 void Program::activate(const Instruction& i, const Step& step) {
-    for (size_t r; (r = team_.take(1)) < step.rows;) {
+    const size_t rows = rows_of(i, step);
+    for (size_t r; (r = team_.take(1)) < rows;) {
         compute_.activate(static_cast<Activation>(i.activation), at(i.a, r), at(i.out, r), i.cols);
     }
 }
@@ -157,15 +183,14 @@ void Program::prepare_row(const Instruction& i, const Step& step, const Matrix& 
         if (keep && i.norm_out.exists()) memcpy(at(i.norm_out, row), normed, matrix.cols * sizeof(float));
         x = normed;
     }
-    const size_t first = row / kTileRows * kTileRows,
-                 rows = std::min(kTileRows, (i.gather ? step.wanted_rows : step.rows) - first);
+    const size_t first = row / kTileRows * kTileRows, rows = std::min(kTileRows, rows_of(i, step) - first);
     uint8_t* tile = tiles + row / kTileRows * tile_bytes(*matrix.type, matrix.cols, kTileRows);
     compute_.prepare(*matrix.type, x, matrix.cols, row - first, rows, tile);
 }
 
 void Program::linear(const Instruction& i, const Step& step, int thread) {
     const Matrix& m = matrices_[i.matrix];
-    const size_t rows = i.gather ? step.wanted_rows : step.rows;
+    const size_t rows = rows_of(i, step);
     uint8_t* tiles = tiles_.data();
     if (rows <= kFewRows) {
         tiles = private_[thread].data() + (kProducts + m.cols) * sizeof(float);
@@ -251,14 +276,15 @@ void Program::attend(const Instruction& i, const Step& step, int thread) {
     attention.cache = step.sequences[0].cache->shape;
     attention.heads = i.heads;
     attention.scale = i.scale;
-    attention.queries = at(i.a, 0);
-    attention.new_keys = at(i.b, 0);
-    attention.new_values = at(i.c, 0);
-    attention.stride = widths_[i.a.slot];
-    attention.output = at(i.out, 0);
-    attention.output_stride = widths_[i.out.slot];
+    attention.queries = i.a.exists() ? at(i.a, 0) : nullptr;
+    attention.new_keys = i.b.exists() ? at(i.b, 0) : nullptr;
+    attention.new_values = i.c.exists() ? at(i.c, 0) : nullptr;
+    attention.stride = widths_[(i.a.exists() ? i.a : i.b.exists() ? i.b : i.c).slot];
     attention.sequences = sequences.data();
     attention.count = sequences.size();
+    if (i.kind == kAppend) return append_new(attention_, attention, team_);
+    attention.output = at(i.out, 0);
+    attention.output_stride = widths_[i.out.slot];
     starscope::attend(attention_, attention, team_, thread, attention_scratch_.data());
 }
 

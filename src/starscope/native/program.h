@@ -3,16 +3,22 @@
 // A slot holds one value for every row of a step, `width` numbers a row. Slots are places in one buffer, given out
 // beforehand so that values whose lives do not overlap share them, or the caller's own arrays (what comes in, and the
 // logits). Several operations of the graph may be one instruction; the bits are those of the operations one by one.
+//
+// A Program has what all runs share: weights, threads, and scratch that is in use only while a run is under way. A Code
+// is one list; several may exist, which do more or less at once. Buffers are the slots of one step: they keep its
+// values between two runs of parts of the list, while other steps run.
 #pragma once
 
 #include <stddef.h>
 #include <stdint.h>
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
 #include "compute.h"
+#include "key_values.h"
 #include "memory.h"
 #include "team.h"
 
@@ -27,7 +33,13 @@ struct View {
     bool exists() const { return slot >= 0; }
 };
 
-enum Kind : int { kAdd, kNorm, kLinear, kActivate, kAttention, kGather };
+enum Kind : int { kAdd, kNorm, kLinear, kActivate, kAttention, kGather, kAppend };
+
+// Their names for whoever makes instructions.
+constexpr std::pair<const char*, Kind> kKinds[] = {
+    {"add", kAdd},       {"norm", kNorm},     {"linear", kLinear}, {"activate", kActivate}, {"attention", kAttention},
+    {"gather", kGather}, {"append", kAppend},
+};
 
 struct Instruction {
     int kind = kAdd;
@@ -43,7 +55,9 @@ struct Instruction {
     float epsilon = 0;  // kNorm too
     View norm_out;
     bool gather = false;
-    // kAttention: queries, keys and values are in a, b and c; the cached ones of `layer` are read and added to.
+    bool wanted = false;  // the wanted rows are all that its values have
+    // kAttention: queries, keys and values are in a, b and c; the cached ones of `layer` are read and added to. Without
+    // b and c they have been added. kAppend: adds keys b and values c to them, or one of the two.
     View c;
     int layer = 0, heads = 0, kv_heads = 0, dim = 0;
     float scale = 0;
@@ -60,23 +74,6 @@ struct Matrix {
     void fill(size_t first, size_t count, const uint8_t* file_rows) const;
 };
 
-// Keys and values of one sequence in every block. Memory is taken as positions are written to.
-struct KeyValues {
-    CacheShape shape;
-    size_t layers, capacity;
-    Memory memory;
-
-    KeyValues(CacheShape shape, size_t layers, size_t context_length)
-        : shape(shape),
-          layers(layers),
-          capacity((context_length + kTileKeys - 1) / kTileKeys * kTileKeys),
-          memory(layers * layer_bytes()) {}
-
-    size_t layer_bytes() const { return shape.kv_heads * (shape.key_bytes(capacity) + shape.value_bytes(capacity)); }
-    uint8_t* keys(size_t layer) { return memory.data() + layer * layer_bytes(); }
-    uint8_t* values(size_t layer) { return keys(layer) + shape.kv_heads * shape.key_bytes(capacity); }
-};
-
 struct Sequence {
     size_t first_row, new_rows, past;
     KeyValues* cache;
@@ -90,10 +87,40 @@ struct Step {
     std::vector<float*> arrays;  // the caller's, one for each slot that is not in the buffer, in order
 };
 
+// A list of instructions, checked, and what it asks for.
+struct Code {
+    std::vector<Instruction> instructions;
+    std::vector<size_t> widths;          // of all slots
+    size_t arrays;                       // the first so many of them are the caller's
+    std::vector<bool> whole;             // by slot: some instruction takes all rows of it, not only the wanted ones
+    size_t part_at = 0, part_bytes = 0;  // of each thread's scratch: see Program::private_
+    const void* program = nullptr;       // whose matrices and vectors are named
+};
+
+// The slots of one step.
+class Buffers {
+  public:
+    // Room for a step of `rows` rows of a code. What is in it stays if it was made for the same.
+    void fit(const Code& code, size_t rows);
+
+    size_t rows() const { return rows_; }
+    const std::vector<size_t>& widths() const { return widths_; }
+    size_t arrays() const { return arrays_; }
+    // Of a slot that is not the caller's, or one that the caller has lent for the run under way.
+    float* slot(size_t index) const { return bases_[index]; }
+
+  private:
+    friend class Program;
+    std::vector<size_t> widths_;
+    size_t arrays_ = 0, rows_ = 0;
+    std::vector<float*> bases_;
+    Memory memory_;
+};
+
 class Program {
   public:
     Program(int threads, const ComputeKernels& compute, const AttentionKernels& attention)
-        : compute_(compute), attention_(attention), team_(threads) {}
+        : compute_(compute), attention_(attention), team_(threads), private_(threads) {}
 
     int threads() const { return team_.size(); }
     const char* isa() const { return compute_.isa; }
@@ -105,14 +132,11 @@ class Program {
     size_t matrices() const { return matrices_.size(); }
     size_t vector_size(int index) const { return vectors_.at(index).size(); }
     size_t vectors() const { return vectors_.size(); }
-    const std::vector<size_t>& widths() const { return widths_; }
-    size_t arrays() const { return arrays_; }
-    size_t size() const { return instructions_.size(); }
-    const Instruction& instruction(size_t index) const { return instructions_.at(index); }
 
     // `widths` of all slots; the first `arrays` of them are the caller's.
-    void compile(std::vector<Instruction> instructions, std::vector<size_t> widths, size_t arrays);
-    void run(size_t first, size_t last, const Step& step);
+    Code compile(std::vector<Instruction> instructions, std::vector<size_t> widths, size_t arrays) const;
+    // Instructions first .. last-1. One run at a time.
+    void run(const Code& code, Buffers& buffers, size_t first, size_t last, const Step& step);
 
   private:
     void execute(const Instruction& instruction, const Step& step, int thread);
@@ -126,7 +150,7 @@ class Program {
                      int thread, bool keep);
     float* at(const View& view, size_t row) const { return bases_[view.slot] + row * widths_[view.slot] + view.column; }
     const float* vector(int index) const { return index < 0 ? nullptr : vectors_[index].data(); }
-    void reserve(const Step& step);
+    void reserve(const Code& code, Buffers& buffers, size_t first, size_t last, const Step& step);
 
     const ComputeKernels& compute_;
     const AttentionKernels& attention_;
@@ -134,13 +158,17 @@ class Program {
     Pool pool_;  // of all panels
     std::vector<Matrix> matrices_;
     std::vector<std::vector<float>> vectors_;
-    std::vector<Instruction> instructions_;
-    std::vector<size_t> widths_;
-    size_t arrays_ = 0;
-    std::vector<float*> bases_;  // of the slots, in the step being run
-    Memory buffer_, tiles_, attention_scratch_;
-    std::vector<Memory> private_;  // of each thread: products, a normalized row, few prepared rows; then for many rows
+    // Of the run under way.
+    float* const* bases_ = nullptr;
+    const size_t* widths_ = nullptr;
     size_t part_at_ = 0, part_bytes_ = 0;  // the unpacked part of a panel, and sums of several panels and tiles
+    Memory tiles_, attention_scratch_;
+    std::vector<Memory> private_;  // of each thread: products, a normalized row, few prepared rows; then for many rows
 };
+
+// Rows that an instruction writes.
+inline size_t rows_of(const Instruction& i, const Step& step) {
+    return i.gather || i.wanted || i.kind == kGather ? step.wanted_rows : step.rows;
+}
 
 }  // namespace starscope

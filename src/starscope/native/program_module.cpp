@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
+#include <string.h>
 
 #include <string>
 #include <system_error>
@@ -22,6 +23,8 @@ namespace {
 
 template <typename T>
 using Vector = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using Array3 = nb::ndarray<T, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 template <typename T>
 using Matrix2 = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
@@ -80,8 +83,16 @@ void check_vector(const Program& program, int index, size_t count) {
     expect(index == -1 || program.vector_size(index) >= count, "a vector is too short for its instruction");
 }
 
+void check_heads(const Instruction& i, const std::vector<size_t>& widths) {
+    expect(i.heads > 0 && i.kv_heads > 0 && i.heads % i.kv_heads == 0 && i.dim > 0, "heads do not fit together");
+    expect(i.layer >= 0 && !i.wanted, "an attention's layer or rows do not fit");
+    check_view(i.b, static_cast<size_t>(i.kv_heads) * i.dim, widths, true);
+    check_view(i.c, static_cast<size_t>(i.kv_heads) * i.dim, widths, true);
+}
+
 void check_instruction(const Program& program, const Instruction& i, const std::vector<size_t>& widths) {
     expect(i.cols > 0, "an instruction has no columns");
+    expect(i.activation >= kNoActivation && i.activation <= kGeluTanh, "an instruction names no activation");
     const size_t cols = static_cast<size_t>(i.cols);
     switch (i.kind) {
         case kAdd:
@@ -109,13 +120,17 @@ void check_instruction(const Program& program, const Instruction& i, const std::
             return;
         }
         case kAttention:
-            expect(i.heads > 0 && i.kv_heads > 0 && i.heads % i.kv_heads == 0 && i.dim > 0,
-                   "heads do not fit together");
-            check_view(i.b, static_cast<size_t>(i.kv_heads) * i.dim, widths);
-            check_view(i.c, static_cast<size_t>(i.kv_heads) * i.dim, widths);
-            expect(i.a.slot == i.b.slot && i.a.slot == i.c.slot, "queries, keys and values must share a slot");
-            expect(i.layer >= 0 && cols == static_cast<size_t>(i.heads) * i.dim, "an attention's columns do not fit");
+            check_heads(i, widths);
+            if (i.b.exists() || i.c.exists()) {
+                expect(i.a.slot == i.b.slot && i.a.slot == i.c.slot, "queries, keys and values must share a slot");
+            }
+            expect(cols == static_cast<size_t>(i.heads) * i.dim, "an attention's columns do not fit");
             break;
+        case kAppend:
+            check_heads(i, widths);
+            expect(i.b.exists() || i.c.exists(), "there is nothing to append");
+            expect(!i.b.exists() || !i.c.exists() || i.b.slot == i.c.slot, "keys and values must share a slot");
+            return;
         default:
             refuse("an instruction is of no kind");
     }
@@ -123,15 +138,16 @@ void check_instruction(const Program& program, const Instruction& i, const std::
     check_view(i.out, cols, widths);
 }
 
-void compile(Program& program, std::vector<Instruction> instructions, std::vector<size_t> widths, size_t arrays) {
+Code compile(const Program& program, std::vector<Instruction> instructions, std::vector<size_t> widths, size_t arrays) {
     expect(arrays <= widths.size(), "there are more arrays than slots");
     for (const Instruction& i : instructions) check_instruction(program, i, widths);
-    program.compile(std::move(instructions), std::move(widths), arrays);
+    return program.compile(std::move(instructions), std::move(widths), arrays);
 }
 
 // An attention's caches have its layer and its heads, all of one kind.
 void check_caches(const Instruction& i, const std::vector<Sequence>& sequences) {
-    if (i.kind != kAttention) return;
+    if (i.kind != kAttention && i.kind != kAppend) return;
+    expect(!sequences.empty(), "an attention has no sequences");
     for (const Sequence& s : sequences) {
         const CacheShape& shape = s.cache->shape;
         expect(shape.kv_heads == i.kv_heads && shape.dim == i.dim && shape.half == sequences[0].cache->shape.half &&
@@ -140,17 +156,16 @@ void check_caches(const Instruction& i, const std::vector<Sequence>& sequences) 
     }
 }
 
-// sequences: (first_row, new_rows, past, cache). arrays: float32 [rows width], for each of the first slots; the wanted
-// ones may have fewer rows.
-void run(Program& program, size_t first, size_t last, size_t rows, Vector<const int64_t> wanted, nb::list sequences,
-         nb::list arrays) {
-    expect(first <= last && last <= program.size(), "there are no such instructions");
-    Step step{rows, wanted.data(), wanted.size(), {}, {}};
-    for (size_t i = 0; i < wanted.size(); ++i) {
-        expect(wanted.data()[i] >= 0 && static_cast<size_t>(wanted.data()[i]) < rows, "a wanted row is out of range");
-    }
+// The numbers of a code name the matrices and vectors of the program that compiled it.
+void check_program(const Program& program, const Code& code) {
+    expect(code.program == &program, "the code was compiled by another program");
+}
+
+// (first_row, new_rows, past, cache) each; they have all rows, or there are none.
+std::vector<Sequence> sequences_of(nb::list items, size_t rows) {
+    std::vector<Sequence> sequences;
     size_t covered = 0;
-    for (nb::handle item : sequences) {
+    for (nb::handle item : items) {
         const nb::tuple tuple = nb::cast<nb::tuple>(item);
         Sequence s{nb::cast<size_t>(tuple[0]), nb::cast<size_t>(tuple[1]), nb::cast<size_t>(tuple[2]),
                    nb::cast<KeyValues*>(tuple[3])};
@@ -159,24 +174,98 @@ void run(Program& program, size_t first, size_t last, size_t rows, Vector<const 
         expect(s.new_rows <= rows && s.past <= s.cache->capacity && s.new_rows <= s.cache->capacity - s.past,
                "a cache is too small for its sequence");
         covered += s.new_rows;
-        step.sequences.push_back(s);
+        sequences.push_back(s);
     }
-    expect(covered == rows && rows > 0, "the sequences must have all rows");
-    for (size_t n = first; n < last; ++n) check_caches(program.instruction(n), step.sequences);
-    expect(nb::len(arrays) == program.arrays(), "another number of arrays was compiled");
-    for (size_t a = 0; a < program.arrays(); ++a) {
+    expect(sequences.empty() || covered == rows, "the sequences must have all rows");
+    return sequences;
+}
+
+// sequences: none when no attention is among the instructions. arrays: float32 [rows width], for each of the first
+// slots; [wanted width] for those of which only the wanted rows are used.
+void run(Program& program, const Code& code, Buffers& buffers, size_t first, size_t last, size_t rows,
+         Vector<const int64_t> wanted, nb::list sequences, nb::list arrays) {
+    check_program(program, code);
+    expect(first <= last && last <= code.instructions.size(), "there are no such instructions");
+    expect(rows > 0 && wanted.size() <= rows, "a step has no rows, or more wanted ones than rows");
+    Step step{rows, wanted.data(), wanted.size(), sequences_of(sequences, rows), {}};
+    for (size_t i = 0; i < wanted.size(); ++i) {
+        expect(wanted.data()[i] >= 0 && static_cast<size_t>(wanted.data()[i]) < rows, "a wanted row is out of range");
+    }
+    for (size_t n = first; n < last; ++n) check_caches(code.instructions[n], step.sequences);
+    expect(nb::len(arrays) == code.arrays, "another number of arrays was compiled");
+    for (size_t a = 0; a < code.arrays; ++a) {
         const auto array = nb::cast<Matrix2<float>>(arrays[a]);
-        expect(array.shape(1) == program.widths()[a], "an array has another width than its slot");
-        expect(array.shape(0) == rows || array.shape(0) == wanted.size(), "an array has another number of rows");
+        expect(array.shape(1) == code.widths[a], "an array has another width than its slot");
+        expect(array.shape(0) == rows || (!code.whole[a] && array.shape(0) == wanted.size()),
+               "an array has another number of rows");
         step.arrays.push_back(array.data());
     }
     try {
         nb::gil_scoped_release release;
-        program.run(first, last, step);
+        program.run(code, buffers, first, last, step);
     } catch (const std::system_error& error) {  // threads that cannot be started
         PyErr_SetString(PyExc_OSError, error.what());
         throw nb::python_error();
     }
+}
+
+void check_buffers(const Buffers& buffers, const View& view, size_t rows, size_t cols) {
+    check_view(view, cols, buffers.widths());
+    expect(static_cast<size_t>(view.slot) >= buffers.arrays(), "the slot is an array of the caller's");
+    expect(rows <= buffers.rows(), "the buffers have fewer rows");
+}
+
+// Columns of the first rows, copied.
+nb::ndarray<nb::numpy, float, nb::ndim<2>> read_buffers(const Buffers& buffers, const View& view, size_t rows,
+                                                        size_t cols) {
+    check_buffers(buffers, view, rows, cols);
+    const size_t width = buffers.widths()[view.slot];
+    float* copy = new float[rows * cols];
+    nb::capsule owner(copy, [](void* at) noexcept { delete[] static_cast<float*>(at); });
+    for (size_t r = 0; r < rows; ++r) {
+        memcpy(copy + r * cols, buffers.slot(view.slot) + r * width + view.column, cols * sizeof(float));
+    }
+    return {copy, {rows, cols}, owner};
+}
+
+void write_buffers(Buffers& buffers, const View& view, Matrix2<const float> values) {
+    const size_t rows = values.shape(0), cols = values.shape(1);
+    check_buffers(buffers, view, rows, cols);
+    const size_t width = buffers.widths()[view.slot];
+    for (size_t r = 0; r < rows; ++r) {
+        memcpy(buffers.slot(view.slot) + r * width + view.column, values.data() + r * cols, cols * sizeof(float));
+    }
+}
+
+// ---- Caches --------------------------------------------------------------------------------------------------------
+
+void check_cache(const KeyValues& cache, size_t layer, const std::string& part, size_t start, size_t stop) {
+    expect(layer < cache.layers, "the cache has no such layer");
+    expect(part == "k" || part == "v", "a cache's part is k or v");
+    expect(start <= stop && stop <= cache.capacity, "the cache has no such positions");
+}
+
+nb::ndarray<nb::numpy, float, nb::ndim<3>> read_cache(KeyValues& cache, size_t layer, const std::string& part,
+                                                      size_t start, size_t stop) {
+    check_cache(cache, layer, part, start, stop);
+    const size_t heads = cache.shape.kv_heads, dim = cache.shape.dim;
+    float* copy = new float[heads * (stop - start) * dim];
+    nb::capsule owner(copy, [](void* at) noexcept { delete[] static_cast<float*>(at); });
+    nb::gil_scoped_release release;
+    cache.read(layer, part == "k", start, stop, copy);
+    return {copy, {heads, stop - start, dim}, owner};
+}
+
+void write_cache(KeyValues& cache, size_t layer, const std::string& part, size_t start, Array3<const float> values) {
+    check_cache(cache, layer, part, start, start);
+    expect(values.shape(1) <= cache.capacity - start, "the cache has no such positions");
+    expect(values.shape(0) == static_cast<size_t>(cache.shape.kv_heads) &&
+               values.shape(2) == static_cast<size_t>(cache.shape.dim),
+           "the values have another shape than the cache: expected [kv_heads positions dim]");
+    const float* from = values.data();
+    const size_t stop = start + values.shape(1);
+    nb::gil_scoped_release release;
+    cache.write(layer, part == "k", start, stop, from);
 }
 
 std::unique_ptr<KeyValues> make_key_values(bool half, size_t layers, int kv_heads, int dim, size_t context_length) {
@@ -210,13 +299,24 @@ void bind_program(nb::module_& m) {
         .def_rw("norm_out", &Instruction::norm_out)
         .def_rw("epsilon", &Instruction::epsilon)
         .def_rw("gather", &Instruction::gather)
+        .def_rw("wanted", &Instruction::wanted)
         .def_rw("layer", &Instruction::layer)
         .def_rw("heads", &Instruction::heads)
         .def_rw("kv_heads", &Instruction::kv_heads)
         .def_rw("dim", &Instruction::dim)
         .def_rw("scale", &Instruction::scale);
     nb::class_<KeyValues>(m, "KeyValues")
-        .def(nb::new_(&make_key_values), "half"_a, "layers"_a, "kv_heads"_a, "dim"_a, "context_length"_a);
+        .def(nb::new_(&make_key_values), "half"_a, "layers"_a, "kv_heads"_a, "dim"_a, "context_length"_a)
+        .def("read", &read_cache, "layer"_a, "part"_a, "start"_a, "stop"_a,
+             "Keys (\"k\") or values (\"v\") of positions start to stop: float32 [kv_heads positions dim].")
+        .def("write", &write_cache, "layer"_a, "part"_a, "start"_a, "values"_a.noconvert(),
+             "Float32 [kv_heads positions dim], rounded to the cache's type, from position start on.");
+    nb::class_<Code>(m, "Code").def("__len__", [](const Code& code) { return code.instructions.size(); });
+    nb::class_<Buffers>(m, "Buffers", "The slots of one step.")
+        .def(nb::init<>())
+        .def("fit", &Buffers::fit, "code"_a, "rows"_a, "Room for a step of so many rows of a code.")
+        .def("read", &read_buffers, "view"_a, "rows"_a, "cols"_a, "A copy: float32 [rows cols].")
+        .def("write", &write_buffers, "view"_a, "values"_a.noconvert(), "Float32 [rows cols] into their place.");
     nb::class_<Program>(m, "Program")
         .def(nb::new_(&make_program), "threads"_a, "isa"_a)
         .def("add_matrix", &add_matrix, "type_id"_a, "rows"_a, "cols"_a, "Room for a matrix; its number.")
@@ -224,11 +324,15 @@ void bind_program(nb::module_& m) {
              "Rows as a file has them, uint8 [n row_bytes], into their place.")
         .def("add_vector", &add_vector, "values"_a.noconvert())
         .def("compile", &compile, "instructions"_a, "widths"_a, "arrays"_a)
-        .def("run", &run, "first"_a, "last"_a, "rows"_a, "wanted"_a.noconvert(), "sequences"_a, "arrays"_a,
-             "Runs instructions first to last (exclusive) on one step.")
-        .def("__len__", &Program::size)
+        .def("run", &run, "code"_a, "buffers"_a, "first"_a, "last"_a, "rows"_a, "wanted"_a.noconvert(), "sequences"_a,
+             "arrays"_a, "Runs a code's instructions first to last (exclusive) on one step.")
         .def_prop_ro("isa", &Program::isa)
         .def_prop_ro("threads", &Program::threads);
+    nb::dict kinds, activations;
+    for (const auto& [name, kind] : kKinds) kinds[name] = static_cast<int>(kind);
+    for (const auto& [name, activation] : kActivations) activations[name] = static_cast<int>(activation);
+    m.attr("kinds") = kinds;
+    m.attr("activations") = activations;
     m.def(
         "computes",
         [] {

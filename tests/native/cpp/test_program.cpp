@@ -228,6 +228,8 @@ struct Model {
     const PanelType& type;
     int kv_heads;
     Program program;
+    Code code;
+    Buffers buffers;
 
     Model(const Set& set, const PanelType& type, int kv_heads, int inner, int threads)
         : type(type), kv_heads(kv_heads), program(threads, *set.compute, *set.attention) {
@@ -283,7 +285,7 @@ struct Model {
         norm.weight = vector(kHidden), norm.epsilon = 1e-5f;
         emit(kActivate, {2, 0}, {3, 0}, kHidden).activation = kGeluTanh;
         linear({3, 0}, {1, 0}, kVocabulary, kHidden, true).gather = true;
-        program.compile(list, widths, 2);
+        code = program.compile(list, widths, 2);
     }
 
     // Runs `counts` new tokens of each sequence, whose inputs are rows of `texts` from `pasts` on; returns the logits.
@@ -305,7 +307,7 @@ struct Model {
         step.wanted = wanted.data();
         step.wanted_rows = wanted.size();
         step.arrays = {input.data(), logits.data()};
-        program.run(0, program.size(), step);
+        program.run(code, buffers, 0, code.instructions.size(), step);
         return logits;
     }
 };
