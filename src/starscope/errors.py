@@ -109,3 +109,43 @@ class VerificationError(StarscopeError):
 
     code = "verification"
     exit_status = 7
+
+
+class TraceError(StarscopeError):
+    """A value of the forward pass that was asked for, or changed, in a way that a trace cannot serve."""
+
+    code = "trace"
+    exit_status = 2
+
+
+class OutsideTrace(TraceError, ValueError):  # noqa: N818  # the name that the field knows
+    """A value was asked for while nothing runs that has it."""
+
+    code = "outside_trace"
+
+
+class OutOfOrder(TraceError):  # noqa: N818  # the name that the field knows
+    """A value was asked for, or changed, after the run had passed the operations that use it."""
+
+    code = "out_of_order"
+
+
+OutOfOrderError = OutOfOrder
+
+
+class Unavailable(TraceError, RuntimeError):  # noqa: N818  # the name that the field knows
+    """A value that this run does not have."""
+
+    code = "unavailable"
+
+
+class Stopped(TraceError):  # noqa: N818  # the name that the field knows
+    """A value was asked for after the trace had been stopped."""
+
+    code = "stopped"
+
+
+class ValueShapeError(TraceError, ValueError):
+    """What was to replace a value has another shape or type."""
+
+    code = "value_shape"

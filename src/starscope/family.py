@@ -118,6 +118,21 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Module:
+    """One row of a family's MODULES table: a part of the model that has no weights of its own, under its two names.
+
+    `kind` is the name of its class in transformers, or a function of the hyperparameters that gives it.
+    """
+
+    name: str
+    hf: str
+    kind: str | Callable[[HParams], str]
+
+    def kind_of(self, hp: HParams) -> str:
+        return self.kind if isinstance(self.kind, str) else self.kind(hp)
+
+
+@dataclass(frozen=True)
 class Slot:
     """One tensor of one model, in its three spellings. `shape` is in torch order."""
 
@@ -146,6 +161,7 @@ class Family:
     hparams: Sequence[HParam]
     derived: Mapping[str, Callable[[HParams], Any]]
     tensors: Sequence[Tensor]
+    modules: Sequence[Module]
     record: Callable[[Any], None]
     refused: Mapping[str, tuple[bool | Callable[[Any], bool], str]]  # by key: the refused value, or a test; why
     ignored: Mapping[str, str]

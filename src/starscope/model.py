@@ -44,6 +44,7 @@ from starscope.hub import fetch_model, find_name
 from starscope.infill import FimOrder, InfillArguments, InfillPrompt
 from starscope.inputs import is_batch, sequences, token_ids
 from starscope.mapping import map_checkpoint
+from starscope.microscope import Root, Scope
 from starscope.sampling import SAMPLERS, SamplingArguments, SamplingOptions, check_tokens
 from starscope.tokenizer import Token, Tokenizer
 
@@ -52,7 +53,7 @@ class GenerateArguments(SamplingArguments, InfillArguments, total=False):
     """The options of `Model.generate` that choose tokens or describe a hole, by name."""
 
 
-class Model:
+class Model(Root):
     """A loaded model. Sizes are read-only attributes; `notes` says what was assumed while loading, a line each."""
 
     def __init__(
@@ -69,6 +70,7 @@ class Model:
         self.family, self.hparams = self.graph.family, self.graph.hp
         self.notes, self.load_s = list(notes), load_s
         self._idle_cache: Cache | None = None
+        self.scope = Scope(engine, weights, tokenizer)
 
     def __repr__(self) -> str:
         shape = f"{self.family.name}, {self.num_layers} × {self.hidden_size}"

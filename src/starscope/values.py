@@ -23,6 +23,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "HeadOutputs": ("batch", "seq", "num_heads", "head_dim"),
     "Neurons": ("batch", "seq", "intermediate_size"),
     "Logits": ("batch", "seq", "vocab_size"),
+    "NextTokenProbs": ("batch", "vocab_size"),
 }
 
 
@@ -46,29 +47,33 @@ def _table(*rows: tuple[str, str, str, str]) -> dict[str, StandardValue]:
 
 VALUES: dict[str, StandardValue] = _table(
     (MODEL, "input_ids", "Tokens", "The token ids the model was called with"),
-    (MODEL, "token_embeddings", "Residual", "The token embedding alone, before any position is added"),
+    (MODEL, "attention_mask", "Tokens", "The attention mask the model was called with; zeros are padding"),
+    (MODEL, "token_embeddings", "Residual", "The embedding module's output; layers[0].input is what enters the first block"),
     (MODEL, "position_embeddings", "Residual", "The learned position embedding of each position"),
     (BLOCK, "layer_input", "Residual", "The residual stream entering the block"),
     (BLOCK, "attention_norm_output", "Residual", "The normed stream entering the attention"),
     (ATTENTION, "attention_queries", "Queries", "The queries entering attention"),
-    (ATTENTION, "attention_keys", "Keys", "The keys entering attention, the cached ones before the new ones"),
-    (ATTENTION, "attention_values", "Values", "The values entering attention, the cached ones before the new ones"),
-    (ATTENTION, "attention_scores", "Pattern", "The attention scores entering the softmax, scaled and masked"),
+    (ATTENTION, "attention_keys", "Keys", "The keys entering attention"),
+    (ATTENTION, "attention_values", "Values", "The values entering attention"),
+    (ATTENTION, "attention_scores", "Pattern", "The attention scores entering the softmax, masked"),
     (ATTENTION, "attention_probabilities", "Pattern", "The attention pattern the values are mixed with"),
-    (ATTENTION, "attention_head_outputs", "HeadOutputs", "The output of each head before the output projection"),
-    (ATTENTION, "attention_premix", "HeadOutputs", "The heads side by side, as the output projection takes them"),
+    (ATTENTION, "attention_head_outputs", "HeadOutputs", "The per-head outputs before the output projection"),
+    (ATTENTION, "attention_premix", "HeadOutputs", "Every head's output side by side, as the output projection takes it"),
     (ATTENTION, "attention_output", "Residual", "What the attention adds to the residual stream"),
     (BLOCK, "layer_mid", "Residual", "The residual stream after the attention add"),
     (BLOCK, "mlp_norm_output", "Residual", "The normed stream entering the MLP"),
     (BLOCK, "mlp_input", "Residual", "What the MLP is called with"),
-    (MLP, "mlp_activation", "Neurons", "The output of the activation function"),
-    (MLP, "mlp_neurons", "Neurons", "What the down projection receives"),
+    (MLP, "mlp_activation", "Neurons", "The activation function's output"),
+    (MLP, "mlp_neurons", "Neurons", "What the down projection receives: act(gate)·up on a gated MLP, the activation itself otherwise"),
     (MLP, "mlp_output", "Residual", "What the MLP adds to the residual stream"),
-    (BLOCK, "layer_output", "Residual", "The residual stream leaving the block"),
+    (BLOCK, "layer_output", "Residual", "The residual stream leaving the block, a tensor even when the block returns a tuple"),
     (MODEL, "final_norm_output", "Residual", "The residual stream after the final norm, what lm_head reads"),
-    (MODEL, "lm_head_output", "Logits", "The logits of the head before anything the model does past it"),
-    (MODEL, "logits", "Logits", "The logits the model returns"),
-)
+    (MODEL, "lm_head_output", "Logits", "The head's logits before anything the model does past lm_head (a softcap, a scale)"),
+    (MODEL, "logits", "Logits", "The logits the model returns, after anything it does past lm_head (a softcap, a scale)"),
+    (MODEL, "next_token_probs", "NextTokenProbs", "The next-token distribution at the last position; derived, read-only"),
+)  # fmt: skip
+# Not edges of the graph: they come with the call, or follow from the logits.
+BESIDE_THE_GRAPH = frozenset({"attention_mask", "next_token_probs"})
 
 
 def qualified(name: str, layer: int | None) -> str:

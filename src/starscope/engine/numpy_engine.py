@@ -220,6 +220,8 @@ class NumpyEngine:
 class NumpyPass:
     """A step of the NumPy engine, one operation after another. Implements `Pass`."""
 
+    is_torch = False
+
     def __init__(self, engine: NumpyEngine, batch: Batch) -> None:
         self.graph, self.batch = engine.graph, batch
         self._engine = engine

@@ -32,6 +32,7 @@ class Pass(Protocol):
     graph: Graph
     batch: Batch
     done: int
+    is_torch: bool  # whether its values are torch tensors; NumPy arrays otherwise
 
     def run(self, stop: int) -> None:
         """Run until operations [0, stop) have run; `stop` is not before `done`."""

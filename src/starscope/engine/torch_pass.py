@@ -66,8 +66,11 @@ class _Half(torch.autograd.Function):
 class TorchPass:
     """A step of the torch engine. Implements `Pass`. `grad`: its values are nodes of an autograd graph."""
 
+    is_torch = True
+
     def __init__(self, engine: TorchEngine, batch: Batch, *, grad: bool) -> None:
         self.graph, self.batch, self.grad = engine.graph, batch, grad
+        self.device, self.dtype = engine.device, engine.dtype
         self._engine, self._step = engine, engine.step(batch)
         known, self.done = input_values(engine.graph, batch)
         self._values: dict[int, Any] = {

@@ -17,7 +17,7 @@ import numpy as np
 from starscope.checkpoint import join
 from starscope.checkpoint.content import cut, short, switch, typed
 from starscope.errors import CheckpointError, UnsupportedError
-from starscope.family import Family, HParam, HParams, Tensor
+from starscope.family import Family, HParam, HParams, Module, Tensor
 
 if TYPE_CHECKING:
     from starscope.checkpoint import CheckpointTensor
@@ -98,6 +98,16 @@ TENSORS = [
     Tensor("layers.{i}.mlp.down_proj",           "blk.{i}.ffn_down",    "transformer.h.{i}.mlp.c_proj", "hidden_size intermediate_size", bias=True),
     Tensor("norm",                               "output_norm",         "transformer.ln_f",            "hidden_size", bias=True),
     Tensor("lm_head",                            "output",              "lm_head",                     "vocab_size hidden_size", tied_to="embed_tokens"),
+]  # fmt: skip
+
+MODULES = [
+    #      ours                       HF                            class
+    Module("",                        "",                           "GPTBigCodeForCausalLM"),
+    Module("layers",                  "transformer.h",              "ModuleList"),
+    Module("layers.{i}",              "transformer.h.{i}",          "GPTBigCodeBlock"),
+    Module("layers.{i}.self_attn",    "transformer.h.{i}.attn",     "GPTBigCodeAttention"),
+    Module("layers.{i}.mlp",          "transformer.h.{i}.mlp",      "GPTBigCodeMLP"),
+    Module("layers.{i}.mlp.act_fn",   "transformer.h.{i}.mlp.act",  lambda hp: "GELUActivation" if hp.activation == "gelu" else "GELUTanh"),
 ]  # fmt: skip
 
 
@@ -266,6 +276,7 @@ FAMILY = Family(
     hparams=HPARAMS,
     derived=DERIVED,
     tensors=TENSORS,
+    modules=MODULES,
     record=record,
     refused=REFUSED,
     ignored=IGNORED,

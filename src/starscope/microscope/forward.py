@@ -1,0 +1,348 @@
+"""One forward pass under the eyes of a trace: it runs as far as somebody looks, and sees what they change.
+
+Asking for a value runs the graph up to its producer and gives a copy. The copy is live until the first operation that
+uses the value: what was changed in it by then is what the operation gets. Afterwards it belongs to whoever asked, and a
+change is an error, since it would do nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from starscope.engine.passes import Pass
+from starscope.errors import OutOfOrder, Unavailable, ValueShapeError
+from starscope.microscope.edges import EdgeFacts, Edges
+from starscope.microscope.present import Presentation
+from starscope.microscope.tensors import as_array, as_value
+
+SMALL = 1 << 20  # bytes: of larger values a digest is kept instead of a copy
+
+
+@dataclass(eq=False)
+class Served:
+    """A value that was handed out."""
+
+    edge: int
+    facts: EdgeFacts
+    value: Any  # a torch tensor or a NumPy array, as shown
+    used: bool = False  # its first consumer has run
+    is_assigned: bool = False
+    seen: bytes = b""  # what it was when it was handed out, or when it was used
+    version: int = 0
+    views: dict[tuple[int, ...], Any] = field(default_factory=dict)
+
+    def note(self) -> None:
+        self.seen, self.version = _fingerprint(self.value), getattr(self.value, "_version", 0)
+
+    def is_changed(self) -> bool:
+        return self.is_assigned or _fingerprint(self.value) != self.seen
+
+    def may_be_changed(self) -> bool:
+        """As `is_changed`; quickly, but torch does not count what is changed through a NumPy view."""
+        version = getattr(self.value, "_version", None)
+        return self.is_changed() if version is None else version != self.version and self.is_changed()
+
+
+def _fingerprint(value: Any) -> bytes:
+    """What tells whether numbers were changed in place, by whatever view of them."""
+    if hasattr(value, "detach"):
+        if value.device.type != "cpu":
+            return str(value._version).encode()
+        value = value.detach().numpy()
+    if value.nbytes <= SMALL:
+        return bytes(value.tobytes())
+    return hashlib.blake2b(np.ascontiguousarray(value).data.cast("B"), digest_size=16).digest()
+
+
+class Forward:
+    """One step of an engine, read and changed by edges of its graph.
+
+    `project(rows)` gives the logits of rows `[n hidden_size]` of what the output matrix reads. `grad`: values are nodes
+    of an autograd graph. `holes` are blocks that have no keys and values of earlier steps.
+    """
+
+    def __init__(
+        self, one: Pass, edges: Edges, project: Callable[[Any], Any], *, grad: bool, holes: Collection[int]
+    ) -> None:
+        self.edges, self.grad = edges, grad
+        self.view = Presentation(one.batch.lengths, one.batch.pasts)
+        self.skipped: set[int] = set()
+        self.ended = False
+        self._pass, self._project, self._holes = one, project, holes
+        self._served: dict[int, Served] = {}
+        self._live: list[Served] = []
+        self._used: list[Served] = []
+        self._kept: set[int] = set()
+        self._given: set[int] = set()  # outputs of blocks that were skipped
+        self._head_rows: Any = None  # what the output matrix reads, shown, of all rows
+        self._last: Any = None  # logits of the last rows, at the end
+
+    @property
+    def caches(self) -> Sequence[Any]:
+        return self._pass.batch.caches
+
+    # Reading and writing.
+
+    def get(self, edge: int) -> Any:
+        """A value as it is shown; the same tensor for as long as this pass goes on."""
+        served = self._served.get(edge)
+        return (served or self._serve(edge)).value
+
+    def get_shaped(self, edge: int, rest: tuple[int, ...]) -> Any:
+        """A value as `[batch seq *rest]`: a view of the same numbers, whose changes are the value's."""
+        served = self._served.get(edge) or self._serve(edge)
+        shape = (self.view.batch, self.view.seq, *rest)
+        if shape not in served.views:
+            served.views[shape] = served.value.reshape(shape)
+        return served.views[shape]
+
+    def set(self, edge: int, value: Any) -> None:
+        """Replace a value; what was given is copied. ValueShapeError for another shape, OutOfOrder when it is late."""
+        served, facts = self._served.get(edge), self.edges.facts[edge]
+        if served is not None and any(value is one for one in (served.value, *served.views.values())):
+            self._check_late()  # it was changed in place
+            return
+        if served is None:
+            self._check_readable(edge)
+        if facts.first_use < self._pass.done or (served is not None and served.used):
+            raise OutOfOrder(
+                f"{facts.name} was assigned after what uses it had run.",
+                hint="Assign it before reading values that come after it.",
+            )
+        shape = self._shape(edge) if served is None else tuple(served.value.shape)
+        fresh = self._copy_of(value, facts.name, shape)
+        if served is None and edge == self.edges.logits:
+            self._serve(edge)  # the other rows are of no use, but what leads to them has to run
+        elif served is None:
+            self._advance(facts.made)
+        if (old := self._served.get(edge)) is not None:
+            self._live.remove(old)
+        self._hand_out(Served(edge, facts, fresh, is_assigned=True))
+
+    def set_shaped(self, edge: int, rest: tuple[int, ...], value: Any) -> None:
+        """Replace a value by one given as `[batch seq *rest]`."""
+        shape = (self.view.batch, self.view.seq, *rest)
+        served = self._served.get(edge)
+        if served is None or value is not served.views.get(shape):
+            _check_shape(self.edges.facts[edge].name, shape, tuple(np.shape(value)), is_float=True)
+            value = value.reshape(self._shape(edge))
+        self.set(edge, value)
+
+    def keep(self, edges: Collection[int]) -> None:
+        """Have values readable until the pass ends, whatever has run."""
+        for edge in edges:
+            self._check_readable(edge)
+        later = [edge for edge in edges if self.edges.facts[edge].made > self._pass.done]
+        self._pass.keep(later)
+        self._kept.update(later)
+        for edge in edges:
+            if edge not in later:
+                self.get(edge)
+
+    def skip(self, first: int, last: int, value: Any) -> None:
+        """Let blocks first to last not run: each one's output is `value`, or else the first one's input."""
+        names, facts = self.edges.graph.names, self.edges.facts
+        begin, stop = self.edges.blocks[first][0], self.edges.blocks[last][1]
+        if self._pass.done > begin:
+            raise OutOfOrder(
+                f"blocks {first} to {last} were to be skipped after block {first} had begun.",
+                hint="Skip them before reading a value inside or behind them.",
+            )
+        self._advance(begin)
+        source = names[f"layers.{first}.layer_input"]
+        given = self.get(source) if value is None else value
+        given = self._copy_of(given, f"skip_with for block {first}", self._shape(source))
+        self._sync(stop)
+        rows = self._for_engine(given, facts[source])
+        outputs = [names[f"layers.{layer}.layer_output"] for layer in range(first, last + 1)]
+        self._pass.skip(stop, dict.fromkeys(outputs, rows))
+        self.skipped.update(range(first, last + 1))
+        self._given.update(outputs)
+        for edge in outputs[:-1]:  # the last one's is still to be used
+            self._hand_out(Served(edge, facts[edge], self._copy_of(given, "", tuple(given.shape)), used=True))
+
+    def finish(self) -> None:
+        """Run what is left. A change that came too late is an error here, if it has not been one before."""
+        self._advance(self.edges.gather)
+        self._see_head()
+        self._advance(self.edges.end)
+        self._sync(self.edges.end + 1)
+        for served in self._used:
+            if served.is_changed():
+                self._refuse_late(served)
+        self._last = self._pass.read(self.edges.logits)
+        self._pass.finish()
+        self.ended = True
+
+    def release(self) -> None:
+        """Let go of all but the logits; once finished."""
+        self._served = {edge: one for edge, one in self._served.items() if edge == self.edges.logits}
+        self._live, self._used = [], []
+        del self._pass
+
+    def next_logits(self) -> Any:
+        """`[batch vocab_size]` of each prompt's last token, with whatever was changed in them; once finished."""
+        served = self._served.get(self.edges.logits)
+        return self._last if served is None else served.value[:, -1]
+
+    def all_logits(self) -> Any:
+        """`[batch seq vocab_size]`; rows besides the last are computed when they are asked for."""
+        served = self._served.get(self.edges.logits)
+        if served is not None:
+            return served.value
+        return self._own(self._with_other_rows(self._last))
+
+    # How it goes.
+
+    def _serve(self, edge: int) -> Served:
+        facts = self.edges.facts[edge]
+        self._check_readable(edge)
+        if edge == self.edges.logits:
+            self._advance(self.edges.gather)
+            self._see_head()
+        self._advance(facts.made)
+        rows = self._pass.read(edge)
+        shown = self._with_other_rows(rows) if edge == self.edges.logits else self.view.show(rows, facts.form)
+        served = Served(edge, facts, self._own(shown), used=facts.first_use < self._pass.done)
+        self._hand_out(served)
+        return served
+
+    def _hand_out(self, served: Served) -> None:
+        served.note()
+        self._served[served.edge] = served
+        (self._used if served.used else self._live).append(served)
+
+    def _advance(self, stop: int) -> None:
+        """Run operations [0, stop), those that have not; what they read was changed until now goes to them first."""
+        if stop <= self._pass.done:
+            return
+        for layer in self._holes:
+            if self._pass.done <= self.edges.blocks[layer][0] < stop:
+                raise Unavailable(
+                    f"block {layer} was skipped in an earlier step: it has no keys and values of those tokens.",
+                    hint="Skip it in every step.",
+                )
+        self._sync(stop)
+        self._pass.run(stop)
+
+    def _sync(self, stop: int) -> None:
+        self._check_late()
+        live = self._live
+        self._live = []
+        for served in live:
+            if served.facts.first_use >= stop:
+                self._live.append(served)
+                continue
+            # With gradients the tensor that was handed out is the node that consumers use.
+            if self.grad or served.is_changed():
+                self._pass.write(served.edge, self._for_engine(served.value, served.facts))
+                served.is_assigned = False
+                served.note()
+            served.version = getattr(served.value, "_version", 0)
+            served.used = True
+            self._used.append(served)
+
+    def _for_engine(self, value: Any, facts: EdgeFacts) -> Any:
+        if not self._pass.is_torch:
+            value = value.numpy() if hasattr(value, "detach") else np.asarray(value)
+        if facts is self.edges.facts[self.edges.logits]:
+            return value[:, -1]
+        return self.view.take_back(value, facts.form)
+
+    def _check_late(self) -> None:
+        for served in self._used:
+            if served.may_be_changed():
+                self._refuse_late(served)
+
+    def _refuse_late(self, served: Served) -> None:
+        served.note()
+        raise OutOfOrder(
+            f"{served.facts.name} was changed after what uses it had run: the change did nothing.",
+            hint="Change a value before reading one that comes after it, or change a clone.",
+        )
+
+    def _check_readable(self, edge: int) -> None:
+        facts = self.edges.facts[edge]
+        if edge in self._served or edge in self._kept:
+            return
+        if facts.layer in self.skipped and edge not in self._given:
+            raise Unavailable(f"{facts.name} is not available: block {facts.layer} was skipped.")
+        if facts.last_use < self._pass.done:
+            raise OutOfOrder(
+                f"{facts.name} was asked for after what uses it had run.",
+                hint=f"Read it earlier, or say t.keep([{facts.name!r}]) before.",
+            )
+
+    # Tensors.
+
+    def _shape(self, edge: int) -> tuple[int, ...]:
+        if edge == self.edges.logits:
+            return (self.view.batch, self.view.seq, self.edges.graph.hp.vocab_size)
+        return self.view.shape(self.edges.facts[edge].form)
+
+    def _own(self, shown: Any) -> Any:
+        """A contiguous tensor for whoever asked, of numbers that the engine does not have."""
+        if isinstance(shown, np.ndarray):
+            return as_value(np.ascontiguousarray(shown))
+        value = as_value(shown.contiguous())
+        if self.grad:
+            value = value.clone()
+            value.retain_grad()
+        return value
+
+    def _copy_of(self, given: Any, name: str, shape: tuple[int, ...]) -> Any:
+        """A copy of what somebody gives in the place of a value of that shape."""
+        if self._pass.is_torch:
+            import torch
+
+            tensor = given if isinstance(given, torch.Tensor) else torch.from_numpy(np.asarray(given))
+            _check_shape(name, shape, tuple(tensor.shape), tensor.is_floating_point())
+            engine: Any = self._pass
+            with torch.set_grad_enabled(self.grad):
+                fresh = tensor.to(device=engine.device, dtype=engine.dtype).contiguous().as_subclass(torch.Tensor)
+                fresh = as_value(fresh).clone()
+            if fresh.requires_grad:
+                fresh.retain_grad()
+            return fresh
+        array = as_array(given)
+        _check_shape(name, shape, array.shape, array.dtype.kind == "f")
+        return as_value(np.array(array, np.float32, order="C"))
+
+    def _see_head(self) -> None:
+        """Remember what the output matrix is about to read, of all rows: other logits than the last may be wanted."""
+        if self.view.seq > 1 and self._head_rows is None:
+            self._sync(self.edges.gather + 1)
+            form = self.edges.facts[self.edges.head].form
+            self._head_rows = self.view.show(self._pass.read(self.edges.head), form)
+
+    def _with_other_rows(self, last: Any) -> Any:
+        """Logits `[batch vocab_size]` of last rows, with those of the rows before them: `[batch seq vocab_size]`."""
+        if self.view.seq == 1:
+            return last[:, None]
+        head = self._head_rows
+        others = self._project(head[:, :-1].reshape(-1, head.shape[-1]))
+        others = others.reshape(self.view.batch, self.view.seq - 1, -1)
+        padding = ~self.view.is_new[:, :-1]
+        if isinstance(last, np.ndarray):
+            others[padding] = 0
+            return np.concatenate([others, last[:, None]], axis=1)
+        import torch
+
+        with torch.set_grad_enabled(self.grad):
+            others = others.masked_fill(torch.from_numpy(padding).to(others.device)[..., None], 0)
+            return torch.cat([others, last[:, None]], dim=1)
+
+
+def _check_shape(name: str, expected: tuple[int, ...], found: Sequence[int], is_float: bool) -> None:
+    if tuple(found) != expected:
+        raise ValueShapeError(
+            f"{name} was given a tensor {list(found)}; expected {list(expected)}, the shape that it has.",
+            hint="Assign a tensor of that shape.",
+        )
+    if not is_float:
+        raise ValueShapeError(f"{name} was given integers; expected floating-point numbers.")

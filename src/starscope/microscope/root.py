@@ -1,0 +1,222 @@
+"""The model as the root of its parts: values, parts and traces as attributes of `Model`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+
+from starscope.errors import UnsupportedError, UsageError
+from starscope.inputs import is_batch, sequences
+from starscope.microscope.hosts import ValueProperty
+from starscope.microscope.scope import Scope
+from starscope.microscope.tensors import as_array, as_value
+from starscope.microscope.trace import Plan, Session, Trace, current_trace
+from starscope.sampling import SamplingOptions
+from starscope.values import MODEL, VALUES
+
+if TYPE_CHECKING:
+    from starscope.engine import Engine, Weights
+    from starscope.family import HParams
+    from starscope.sampling import SamplingArguments
+    from starscope.tokenizer import Tokenizer
+
+
+class RootValue(ValueProperty):
+    """A value of the whole model."""
+
+    def __get__(self, model: Any, owner: type | None = None) -> Any:
+        return self if model is None else model.scope.get(self.name)
+
+    def __set__(self, model: Any, value: Any) -> None:
+        model.scope.set(self.name, value)
+
+
+class Root:
+    """What `Model` has of traces. Its values are attributes, `model.logits`, and so are its parts, `model.layers`."""
+
+    engine: Engine
+    weights: Weights
+    tokenizer: Tokenizer
+    hparams: HParams
+    scope: Scope
+
+    logits, token_embeddings, final_norm_output = (
+        RootValue("logits"),
+        RootValue("token_embeddings"),
+        RootValue("final_norm_output"),
+    )
+    position_embeddings, lm_head_output = RootValue("position_embeddings"), RootValue("lm_head_output")
+    input_ids, attention_mask = RootValue("input_ids"), RootValue("attention_mask")
+    next_token_probs = RootValue("next_token_probs")
+
+    @property
+    def input_size(self) -> Any:
+        """[batch, seq] of the step that is traced; read-only."""
+        return current_trace(self.engine).input_size
+
+    @input_size.setter
+    def input_size(self, value: Any) -> None:
+        raise AttributeError("input_size is read-only; assign input_ids instead.")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "scope" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.scope.part(""), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = (
+            name.startswith("_") or name in self.__dict__ or hasattr(type(self), name) or "scope" not in self.__dict__
+        )
+        if known:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.scope.part(""), name, value)
+
+    # Traces.
+
+    def trace(
+        self,
+        prompt: Any = None,
+        *,
+        max_new_tokens: int | None = None,
+        grad: bool = False,
+        **options: Unpack[SamplingArguments],
+    ) -> Any:
+        """Run a prompt (text, ids, embeddings `[seq hidden_size]`, or a list of them) with a look inside.
+
+        With `max_new_tokens` a text is generated, chosen as `SamplingOptions` says. `grad`: values are nodes of torch's
+        autograd graph (torch engine). Without a prompt: a block in which `t.invoke(prompt)` makes traces one by one.
+        Raises UnsupportedError for gradients on another engine, ContextOverflowError for a prompt over the context and
+        DoesNotFitError when its values do not fit into memory.
+        """
+        if prompt is None:
+            return Session(self.trace)
+        if grad and self.engine.name != "torch":
+            raise UnsupportedError(
+                f"the {self.engine.name} engine has no gradients.", hint='Load the model with engine="torch".'
+            )
+        if max_new_tokens is not None and (not isinstance(max_new_tokens, int) or max_new_tokens < 1):
+            raise UsageError(f"max_new_tokens is {max_new_tokens!r}; expected a number of tokens, 1 or more.")
+        plan = Plan(self._prompts(prompt), max_new_tokens, SamplingOptions(**options), grad)
+        return Trace(self.engine, self.tokenizer, self.scope.edges, plan)
+
+    def _prompts(self, prompt: Any) -> list[Any]:
+        """Ids or embeddings of every prompt."""
+        if isinstance(prompt, str):
+            return [self._ids(prompt)]
+        if is_batch(prompt) and any(isinstance(one, str) for one in prompt):
+            if not all(isinstance(one, str) for one in prompt):
+                raise UsageError("the prompts are of several kinds; expected texts, or ids, or embeddings.")
+            return [self._ids(one) for one in prompt]
+        return [as_array(one) for one in sequences(prompt)]
+
+    def _ids(self, text: str) -> list[int]:
+        ids = self.tokenizer.encode(text)
+        if self.tokenizer.add_bos and self.tokenizer.bos_id is not None:
+            ids = [self.tokenizer.bos_id, *ids]
+        if not ids:
+            raise UsageError("the prompt is empty; expected some text.")
+        return ids
+
+    def skip_layers(self, start: int, end: int, skip_with: Any = None) -> None:
+        """In a trace, before block `start` has begun: let blocks start to end (inclusive, negative ones from the end)
+        not run. Each one's layer_output is the input of `start`, or `skip_with` `[batch seq hidden_size]`.
+        """
+        count = int(self.hparams.num_layers)
+        for layer in (start, end):
+            self.scope.part("layers")[layer]
+        first, last = start % count, end % count
+        if first > last:
+            raise UsageError(f"layers {start} to {end} are no range; expected the first before the last.")
+        current_trace(self.engine).skip(first, last, skip_with)
+
+    def skip_layer(self, layer: int, skip_with: Any = None) -> None:
+        """`skip_layers(layer, layer)`."""
+        self.skip_layers(layer, layer, skip_with)
+
+    def steer(
+        self,
+        layers: int | Sequence[int],
+        vector: Any,
+        factor: float = 1.0,
+        token_positions: int | Sequence[int] | slice | None = None,
+        batch_index: int | Sequence[int] | slice | None = None,
+    ) -> None:
+        """In a trace: add `factor * vector` `[hidden_size]` to the output of blocks, everywhere or at some positions."""
+        for layer in [layers] if isinstance(layers, int) else sorted(layers):
+            block = self.scope.part("layers")[layer]
+            output = block.layer_output
+            rows: Any = slice(None) if batch_index is None else batch_index
+            cols = slice(None) if token_positions is None else token_positions
+            if isinstance(rows, Sequence) and isinstance(cols, Sequence):
+                rows = np.asarray(rows)[:, None]
+            output[rows, cols] += factor * self._like(vector, output)
+
+    @staticmethod
+    def _like(vector: Any, value: Any) -> Any:
+        """A vector in the kind, type and place of a value."""
+        if hasattr(value, "detach"):
+            import torch
+
+            tensor = vector if isinstance(vector, torch.Tensor) else torch.from_numpy(np.asarray(vector))
+            return tensor.to(device=value.device, dtype=value.dtype)
+        return as_array(vector).astype(value.dtype)
+
+    # Reading the stream as the head does.
+
+    def project_on_vocab(self, hidden: Any) -> Any:
+        """The logits `[... vocab_size]` that the head would give for a residual stream `[... hidden_size]`.
+
+        The same operations as the model's own: of the last block's output they are the logits, to the bit.
+        """
+        graph, size = self.scope.graph, int(self.hparams.hidden_size)
+        is_torch = self.engine.name == "torch"
+        rows = hidden if is_torch and hasattr(hidden, "detach") else as_array(hidden).astype(np.float32)
+        if rows.shape[-1:] != (size,):
+            raise UsageError(f"hidden is {list(rows.shape)}; expected [... {size}], a residual stream.")
+        edge = graph.names[f"layers.{graph.hp.num_layers - 1}.layer_output"]
+        shape = rows.shape[:-1]
+        rows = rows.reshape(-1, shape[-1] if shape else 1, size)
+        # The last position of each row together, the others together: as in a trace, since sums depend on the count.
+        last = self.engine.run_tail(edge, rows[:, -1])[:, None]
+        if rows.shape[1] == 1:
+            made = last
+        else:
+            others = self.engine.run_tail(edge, rows[:, :-1].reshape(-1, size)).reshape(
+                len(rows), rows.shape[1] - 1, -1
+            )
+            made = _join(others, last)
+        return as_value(made.reshape(*shape, made.shape[-1]))
+
+    def get_topk_closest_tokens(self, hidden: Any, k: int = 5) -> list[dict[str, float]]:
+        """The k likeliest next tokens as text, with their probabilities, of each position of a residual stream."""
+        logits = as_array(self.project_on_vocab(hidden))
+        logits = logits.reshape(-1, logits.shape[-1])
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        return [self.probs_to_dict(one, k) for one in weights / weights.sum(-1, keepdims=True)]
+
+    def probs_to_dict(self, probs: Any, k: int = 5) -> dict[str, float]:
+        """The k likeliest tokens of `[vocab_size]`, by their text; by piece, then `#id`, where two have one text."""
+        array = as_array(probs)
+        if array.ndim != 1 or not 1 <= k <= len(array):
+            raise UsageError(f"probs is {list(array.shape)} and k is {k}; expected [vocab_size] and 1 to {len(array)}.")
+        found: dict[str, float] = {}
+        for token in np.argsort(-array, kind="stable")[:k].tolist():
+            names = (self.tokenizer.decode([token]), self.tokenizer.piece(token), f"#{token}")
+            name = next((one for one in names if one not in found), f"#{token}")
+            found[name] = float(array[token])
+        return found
+
+
+def _join(others: Any, last: Any) -> Any:
+    if isinstance(last, np.ndarray):
+        return np.concatenate([others, last], axis=1)
+    import torch
+
+    return torch.cat([others, last], dim=1)
+
+
+# The names of the model's own values, for `dir` and for what lists them.
+ROOT_VALUES = tuple(name for name, value in VALUES.items() if value.host == MODEL)

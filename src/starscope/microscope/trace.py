@@ -1,0 +1,464 @@
+"""Traces: the forward pass of a prompt, or of a text that is being generated, with the body of a `with` at the wheel.
+
+    with model.trace("def add(a, b):", max_new_tokens=8) as t:
+        for step in t.steps():                       # step 0 is the prompt
+            probs = model.layers[5].self_attn.attention_probabilities
+            model.layers[3].layer_output[:, -1] += direction
+    print(model.tokenizer.decode(t.result[0].tolist()))
+
+The body is ordinary Python; nothing of it is read or rewritten. Asking for a value runs the model as far as that value.
+Leaving the block runs the rest; an exception leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from starscope.engine import Engine
+from starscope.errors import (
+    ContextOverflowError,
+    DoesNotFitError,
+    OutOfOrder,
+    OutsideTrace,
+    Stopped,
+    UnsupportedError,
+    UsageError,
+    ValueShapeError,
+)
+from starscope.machine import memory
+from starscope.microscope.edges import Edges
+from starscope.microscope.forward import Forward
+from starscope.microscope.tensors import as_array, as_value
+from starscope.sampling import SamplingOptions, make_sampler
+
+if TYPE_CHECKING:
+    from starscope.cache import Cache
+    from starscope.tokenizer import Tokenizer
+
+# The traces that have been entered and not left, of all models, the innermost last.
+_ENTERED: ContextVar[tuple[Trace, ...]] = ContextVar("entered", default=())
+
+
+def current_trace(engine: Engine) -> Trace:
+    """The innermost trace of a model; OutsideTrace when there is none."""
+    for trace in reversed(_ENTERED.get()):
+        if trace.engine is engine:
+            return trace
+    raise OutsideTrace(
+        "a value of the forward pass was asked for outside a trace.",
+        hint="Ask for it inside `with model.trace(prompt):`.",
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a trace is to run: ids or embeddings `[n hidden_size]` of each prompt, and how many tokens to generate."""
+
+    prompts: list[Any]
+    max_new_tokens: int | None = None
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    grad: bool = False
+
+    @property
+    def is_embedded(self) -> bool:
+        return bool(np.ndim(self.prompts[0]) == 2)
+
+
+class Output:
+    """What a forward pass without generation leaves: `logits` `[batch seq vocab_size]`."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+
+    @property
+    def logits(self) -> Any:
+        return self._forward.all_logits()
+
+    def save(self) -> Self:
+        return self
+
+
+class Inputs:
+    """The tokens of one step as they are shown, `[batch seq]`, and the mask over all tokens, `[batch key]`."""
+
+    def __init__(self, ids: Any, mask: Any) -> None:
+        self.ids, self.mask = ids, mask
+        self._seen = self._now()
+
+    def _now(self) -> tuple[bytes, bytes]:
+        return (b"" if self.ids is None else as_array(self.ids).tobytes(), as_array(self.mask).tobytes())
+
+    @property
+    def is_changed(self) -> bool:
+        return self._now() != self._seen
+
+
+class Trace:
+    """One run of one or several prompts. Made by `model.trace`; values are read and changed on the model's parts."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, edges: Edges, plan: Plan) -> None:
+        self.engine, self.edges, self.plan = engine, edges, plan
+        self.step = 0
+        self._tokenizer = tokenizer
+        pad = tokenizer.eos_id
+        self._pad = 0 if pad is None else pad
+        self._prompts: list[Any] = [np.asarray(prompt) for prompt in plan.prompts]
+        self._tokens: list[list[int]] = [[] for _ in plan.prompts]
+        self._samplers: list[Any] = []
+        self._ended_rows = [False] * len(plan.prompts)
+        self._caches: Sequence[Cache] | None = None
+        self._holes: set[int] = set()
+        self._forward: Forward | None = None
+        self._step_ended = False
+        self._inputs = self._show_inputs(self._prompts, [0] * len(plan.prompts))
+        self._state = "new"  # then entered, stopped or done
+        self._token: Token[tuple[Trace, ...]] | None = None
+        self._check_memory()
+
+    # The block.
+
+    def __enter__(self) -> Self:
+        if self._state != "new":
+            raise UsageError("a trace was entered twice; make another with model.trace(...).")
+        self._state = "entered"
+        self._token = _ENTERED.set((*_ENTERED.get(), self))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None and self._state == "entered":
+                self._complete()
+        finally:
+            if self._state == "entered":
+                self._state = "stopped"
+            self._leave()
+
+    def _leave(self) -> None:
+        """Let go of everything that the run needed, so that nothing outlives it but what the body has."""
+        _ENTERED.set(tuple(trace for trace in _ENTERED.get() if trace is not self))
+        self._caches = None
+        self._samplers = []
+        if self.plan.max_new_tokens is not None or self._state != "done":
+            self._forward = None
+
+    def stop(self) -> None:
+        """End the run here: what has not run does not, and values can be read no more."""
+        self._check_entered()
+        self._state = "stopped"
+        self._forward = None
+
+    # Values.
+
+    def get(self, edge: int) -> Any:
+        """A value by its edge; runs the model as far as that."""
+        return self._running().get(edge)
+
+    def get_shaped(self, edge: int, rest: tuple[int, ...]) -> Any:
+        return self._running().get_shaped(edge, rest)
+
+    def set(self, edge: int, value: Any) -> None:
+        self._running().set(edge, value)
+
+    def set_shaped(self, edge: int, rest: tuple[int, ...], value: Any) -> None:
+        self._running().set_shaped(edge, rest, value)
+
+    def keep(self, edges: Sequence[int]) -> None:
+        """Have values of this step readable whatever has run."""
+        self._running().keep(edges)
+
+    def skip(self, first: int, last: int, value: Any = None) -> None:
+        """Let blocks first to last not run in this step; `value` (or the first one's input) is what they give."""
+        self._running().skip(first, last, value)
+
+    @property
+    def input_ids(self) -> Any:
+        """The step's new tokens, int64 `[batch seq]`."""
+        self._check_entered()
+        if self._inputs.ids is None:
+            raise UnsupportedError("the model was given embeddings; there are no input_ids.")
+        return self._inputs.ids
+
+    @input_ids.setter
+    def input_ids(self, value: Any) -> None:
+        self._check_not_begun("input_ids")
+        ids = as_array(value)
+        if ids.ndim != 2 or ids.dtype.kind not in "iu" or ids.size == 0:
+            raise ValueShapeError(f"input_ids was given {ids.dtype} {list(ids.shape)}; expected integers [batch seq].")
+        if len(ids) != len(self._prompts):
+            raise ValueShapeError(f"input_ids was given {len(ids)} rows; expected {len(self._prompts)}.")
+        if self.step and ids.shape[1] != 1:
+            raise ValueShapeError(f"input_ids was given {list(ids.shape)}; expected one token a row while generating.")
+        mask = as_array(self._inputs.mask)
+        if self.step == 0 and ids.shape != mask.shape:
+            mask = np.ones(ids.shape, np.int64)
+        self._inputs = Inputs(as_value(ids.astype(np.int64)), as_value(mask))
+
+    @property
+    def attention_mask(self) -> Any:
+        """int64 `[batch key]`: 1 where a token is, 0 where there is padding."""
+        self._check_entered()
+        return self._inputs.mask
+
+    @attention_mask.setter
+    def attention_mask(self, value: Any) -> None:
+        self._check_not_begun("attention_mask")
+        if self.step:
+            raise OutOfOrder(
+                "attention_mask was assigned while generating; expected it in step 0, before anything runs."
+            )
+        self._inputs = Inputs(self._inputs.ids, as_value(_check_mask(value, tuple(self._inputs.mask.shape))))
+
+    @property
+    def input_size(self) -> Any:
+        """[batch, seq] of the current step."""
+        self._check_entered()
+        if self._forward is not None:
+            shape = (self._forward.view.batch, self._forward.view.seq)
+        elif self._inputs.ids is not None:
+            shape = tuple(self._inputs.ids.shape)
+        else:
+            shape = tuple(self._inputs.mask.shape)
+        return _size(shape)
+
+    @property
+    def next_token_probs(self) -> Any:
+        """`[batch vocab_size]`: the softmax of the logits of each prompt's last token, as they are now."""
+        logits = self.get(self.edges.logits)[:, -1]
+        if hasattr(logits, "softmax"):
+            return logits.softmax(-1)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        return weights / weights.sum(-1, keepdims=True)
+
+    def _check_not_begun(self, name: str) -> None:
+        self._check_entered()
+        if self._forward is not None:
+            raise OutOfOrder(f"{name} was assigned after the run had begun.", hint="Assign it before reading values.")
+
+    def _check_entered(self) -> None:
+        if self._state == "entered":
+            return
+        if self._state == "new":
+            raise OutsideTrace("the trace has not been entered.", hint="Write `with model.trace(prompt) as t:`.")
+        raise Stopped("a value was asked for after the run had ended.", hint="Read it before, or begin another trace.")
+
+    # Steps.
+
+    def steps(self) -> Iterator[int]:
+        """The steps of a generation: 0 runs the prompt, every further one the token chosen at the end of the last.
+
+        Ends when `max_new_tokens` have been chosen, or all rows have met a stop token or the end of the context. Rows
+        that have ended stay in the batch until all have, fed with padding.
+        """
+        if self.plan.max_new_tokens is None:
+            raise UsageError("steps() needs max_new_tokens: model.trace(prompt, max_new_tokens=N).")
+        if self.step:
+            raise UsageError("steps() was begun in the middle of a generation; expected it once, at step 0.")
+        yield 0
+        while self._state == "entered" and self._next_step():
+            yield self.step
+
+    def _next_step(self) -> bool:
+        """Finish this step and choose a token for every row; False when nothing is left to run."""
+        self._finish_step()
+        if self._is_over():
+            return False
+        self.step += 1
+        pasts = [cache.length for cache in self._caches or ()]
+        self._inputs = self._show_inputs([np.array(tokens[-1:]) for tokens in self._tokens], pasts)
+        self._forward, self._step_ended = None, False
+        return True
+
+    def _finish_step(self) -> None:
+        if self._step_ended:
+            return
+        if self._forward is None and self.step and not self.plan.grad and not self._holes:
+            # Nobody looked.
+            logits = self.engine.forward(self._sequences(), self._caches, "last")
+            self._step_ended = True
+            self._choose(np.concatenate(logits))
+            return
+        forward = self._running()
+        forward.finish()
+        self._step_ended = True
+        if self._inputs.is_changed:
+            raise OutOfOrder(
+                "input_ids or attention_mask was changed after the run had begun.",
+                hint="Change it before reading values.",
+            )
+        self._caches = forward.caches
+        self._holes |= forward.skipped
+        if self.plan.max_new_tokens is not None:
+            self._choose(as_array(forward.next_logits()))
+
+    def _choose(self, logits: np.ndarray[Any, Any]) -> None:
+        """The next token of every row `[batch vocab_size]`."""
+        if not self._samplers:
+            prompts = [prompt.tolist() if prompt.ndim == 1 else [] for prompt in self._prompts]
+            self._samplers = [make_sampler(self.plan.sampling, prompt) for prompt in prompts]
+        for row, (sampler, tokens) in enumerate(zip(self._samplers, self._tokens, strict=True)):
+            if self._ended_rows[row]:
+                tokens.append(self._pad)
+                continue
+            tokens.append(sampler.choose(np.ascontiguousarray(logits[row], np.float32)).token_id)
+            self._ended_rows[row] = tokens[-1] in self._tokenizer.stop_ids
+
+    def _is_over(self) -> bool:
+        assert self.plan.max_new_tokens is not None
+        assert self._caches is not None
+        is_full = any(cache.length >= cache.context_length for cache in self._caches)
+        return is_full or all(self._ended_rows) or len(self._tokens[0]) >= self.plan.max_new_tokens
+
+    def _complete(self) -> None:
+        """Run what is left, with nobody looking."""
+        self._finish_step()
+        if self.plan.max_new_tokens is not None:
+            while not self._is_over():
+                rows = [row for row, ended in enumerate(self._ended_rows) if not ended]
+                if self._holes or self.plan.grad:
+                    self._next_step()
+                    continue
+                assert self._caches is not None
+                caches = [self._caches[row] for row in rows]
+                logits = self.engine.forward([self._tokens[row][-1:] for row in rows], caches, "last")
+                whole = np.zeros((len(self._tokens), self.edges.graph.hp.vocab_size), np.float32)
+                whole[rows] = np.concatenate(logits)
+                self._choose(whole)
+                self.step += 1
+        elif self._forward is not None:
+            self._forward.release()
+        self._state = "done"
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The tokens generated so far, of each prompt; padding behind the stop token of a row that has ended."""
+        return [list(tokens) for tokens in self._tokens]
+
+    @property
+    def result(self) -> Any:
+        """After a generation the ids, int64 `[batch prompt+new]`, left-padded; else an object with `logits`.
+
+        Asked for inside the block, the rest runs first.
+        """
+        if self._state == "new":
+            self._check_entered()
+        if self._state == "entered":
+            self._complete()
+        if self.plan.max_new_tokens is not None:
+            rows = [
+                [*(prompt.tolist() if prompt.ndim == 1 else []), *tokens]
+                for prompt, tokens in zip(self._prompts, self._tokens, strict=True)
+            ]
+            longest = max(len(row) for row in rows)
+            return as_value(np.array([[self._pad] * (longest - len(row)) + row for row in rows], np.int64))
+        if self._forward is None:
+            raise Stopped("the run was stopped before its end: there is no result.")
+        return Output(self._forward)
+
+    # What runs.
+
+    def _running(self) -> Forward:
+        self._check_entered()
+        if self._forward is None:
+            if self._step_ended:
+                raise OutOfOrder(f"step {self.step} had ended when one of its values was asked for.")
+            self._forward = self._begin()
+        return self._forward
+
+    def _begin(self) -> Forward:
+        sequences = self._sequences()
+        if self.step == 0:
+            self._prompts = sequences
+        options = {"grad": True} if self.plan.grad else {}
+        one = self.engine.begin(sequences, self._caches, "last", **options)
+        project = lambda rows: self.engine.run_tail(self.edges.head, rows)  # noqa: E731
+        return Forward(one, self.edges, project, grad=self.plan.grad, holes=self._holes)
+
+    def _sequences(self) -> list[Any]:
+        """What the inputs, as they are now, say of each row."""
+        if self._inputs.ids is None:
+            return self._prompts
+        ids = as_array(self._inputs.ids)
+        if self.step:
+            return list(ids)
+        mask = _check_mask(self._inputs.mask, ids.shape)
+        sequences = [row[kept == 1] for row, kept in zip(ids, mask, strict=True)]
+        self._inputs = Inputs(self._inputs.ids, self._inputs.mask)
+        return sequences
+
+    def _show_inputs(self, sequences: Sequence[Any], pasts: Sequence[int]) -> Inputs:
+        totals = [past + len(one) for past, one in zip(pasts, sequences, strict=True)]
+        longest, most = max(len(one) for one in sequences), max(totals)
+        mask = (np.arange(most) >= most - np.array(totals)[:, None]).astype(np.int64)
+        if sequences[0].ndim == 2:
+            return Inputs(None, as_value(mask))
+        ids = np.full((len(sequences), longest), self._pad, np.int64)
+        for row, one in zip(ids, sequences, strict=True):
+            row[longest - len(one) :] = one
+        return Inputs(as_value(ids), as_value(mask))
+
+    def _check_memory(self) -> None:
+        """A prompt is one piece: DoesNotFitError, before anything runs, when its values need more than is free."""
+        graph, limit = self.engine.graph, self.engine.context_length
+        lengths = [len(prompt) for prompt in self._prompts]
+        if max(lengths) > limit:
+            raise ContextOverflowError(f"{max(lengths)} tokens do not fit: the context is {limit} tokens.")
+        if self.engine.device != "cpu":
+            return
+        sizes = {"rows": sum(lengths), "wanted": len(lengths), "query": max(lengths), "key": max(lengths)}
+        found = memory()
+        free = min(size for size in (found["available"], found["cgroup_limit"], 1 << 62) if size is not None)
+        needed = graph.peak_bytes(sizes)
+        if needed > free:
+            raise DoesNotFitError(
+                f"a trace runs a prompt in one piece: {sum(lengths)} tokens need {needed / 1e9:.1f} GB; "
+                f"{free / 1e9:.1f} GB are free.",
+                hint="Shorten the prompt.",
+            )
+
+
+class Session:
+    """Several traces in one block, one after another: `with model.trace() as t: with t.invoke(prompt): ...`."""
+
+    def __init__(self, trace: Any) -> None:
+        self._trace = trace
+
+    def invoke(self, prompt: Any = None, **options: Any) -> Trace:
+        """A trace of its own; values of earlier ones may be used in it."""
+        if prompt is None:
+            raise UsageError(
+                "invoke() was given no prompt.", hint="Give one; model.trace([a, b]) runs several together."
+            )
+        made: Trace = self._trace(prompt, **options)
+        return made
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Nothing is left to do: every trace in it has ended."""
+
+
+def _check_mask(value: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """A mask of ones that may have zeros at the beginning of its rows."""
+    mask = as_array(value)
+    if mask.shape != shape:
+        raise ValueShapeError(f"attention_mask is {list(mask.shape)}; expected {list(shape)}, the shape of input_ids.")
+    if not np.isin(mask, (0, 1)).all() or (np.diff(mask.astype(np.int64), axis=1) < 0).any() or not mask[:, -1].all():
+        raise ValueShapeError("attention_mask has zeros behind a token; expected them at the beginning of a row alone.")
+    return mask.astype(np.int64)
+
+
+def _size(shape: tuple[int, ...]) -> Any:
+    from starscope.microscope.tensors import has_torch
+
+    if not has_torch():
+        return shape
+    import torch
+
+    return torch.Size(shape)
