@@ -144,7 +144,7 @@ class Root:
         token_positions: int | Sequence[int] | slice | None = None,
         batch_index: int | Sequence[int] | slice | None = None,
     ) -> None:
-        """In a trace: add `factor * vector` `[hidden_size]` to the output of blocks, everywhere or at some positions."""
+        """In a trace: add `factor * vector` `[hidden_size]` to the output of blocks, everywhere or in places."""
         for layer in [layers] if isinstance(layers, int) else sorted(layers):
             block = self.scope.part("layers")[layer]
             output = block.layer_output
