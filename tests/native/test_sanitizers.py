@@ -31,7 +31,7 @@ BEST = module.isas()[-1]
     ("target", "sanitizer", "isas"),
     [
         ("check", "address,undefined", {"scalar": None, BEST: None}),
-        ("program", "thread", {"scalar": None}),  # threads meet alike on every set
+        ("threads", "thread", {"scalar": None}),  # which meet alike on every set
     ],
     ids=["address", "thread"],
 )

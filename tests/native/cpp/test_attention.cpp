@@ -250,10 +250,16 @@ void outputs_are_those_of_float64(const AttentionKernels& kernels, Team& team) {
     }
 }
 
-void bits_do_not_depend_on_steps_threads_or_batches(const AttentionKernels& kernels, std::vector<Team*> teams) {
+using Sizes = std::vector<std::tuple<int, int, int>>;  // dim, heads, key heads
+
+const Sizes kSizes{{20, 12, 1}, {64, 16, 1}, {33, 4, 4}, {16, 6, 2}, {5, 100, 1}, {16, 1, 1}};
+// In which every way to share work out among threads is taken: many rows for a unit, a unit for a position, key heads.
+const Sizes kSharedSizes{{16, 6, 2}, {5, 100, 1}};
+
+void bits_do_not_depend_on_steps_threads_or_batches(const AttentionKernels& kernels, std::vector<Team*> teams,
+                                                    const Sizes& sizes) {
     for (const bool half : {true, false}) {
-        for (const auto& [dim, heads, kv_heads] : std::vector<std::tuple<int, int, int>>{
-                 {20, 12, 1}, {64, 16, 1}, {33, 4, 4}, {16, 6, 2}, {5, 100, 1}, {16, 1, 1}}) {
+        for (const auto& [dim, heads, kv_heads] : sizes) {
             const Shape shape{half, dim, heads, kv_heads};
             std::vector<Text> texts;
             for (const size_t length : {1, 17, 127, 128, 129, 280}) {
@@ -522,26 +528,36 @@ void time_all(const std::vector<const AttentionKernels*>& all, int threads) {
     }
 }
 
-int test_all(const std::vector<const AttentionKernels*>& all) {
+using Tests = std::vector<std::pair<const char*, std::function<void()>>>;
+
+void run_tests(const AttentionKernels& kernels, const Tests& tests) {
+    for (const auto& [claim, test] : tests) {
+        const double start = seconds();
+        const int before = failures;
+        test();
+        printf("%-12s %s: %s (%.1f s)\n", kernels.isa, claim, failures == before ? "passed" : "FAILED",
+               seconds() - start);
+    }
+}
+
+// `shared`: only what shows how threads share work out, as a sanitizer of threads is slow.
+int test_all(const std::vector<const AttentionKernels*>& all, bool shared) {
     Team one(1), two(2), three(3);
     for (const AttentionKernels* kernels : all) {
-        const std::vector<std::pair<const char*, std::function<void()>>> tests{
+        const char* bits = "bits do not depend on steps, threads or batches";
+        const Tests some{{bits, [&] {
+            bits_do_not_depend_on_steps_threads_or_batches(*kernels, {&one, &two, &three}, kSharedSizes);
+        }}};
+        const Tests tests{
             {"outputs are those of float64", [&] { outputs_are_those_of_float64(*kernels, two); }},
-            {"bits do not depend on steps, threads or batches",
-             [&] { bits_do_not_depend_on_steps_threads_or_batches(*kernels, {&one, &two, &three}); }},
+            {bits, [&] { bits_do_not_depend_on_steps_threads_or_batches(*kernels, {&one, &two, &three}, kSizes); }},
             {"equal scores give the mean", [&] { equal_scores_give_the_mean(*kernels, two); }},
             {"one large score gives its value", [&] { one_large_score_gives_its_value(*kernels, three); }},
             {"large scores are weighed right", [&] { large_scores_are_weighed_right(*kernels, two); }},
             {"caches have the documented layout", [&] { caches_have_the_documented_layout(*kernels, three); }},
             {"what lies behind the end is not seen", [&] { what_lies_behind_the_end_is_not_seen(*kernels, two); }},
         };
-        for (const auto& [claim, test] : tests) {
-            const double start = seconds();
-            const int before = failures;
-            test();
-            printf("%-12s %s: %s (%.1f s)\n", kernels->isa, claim, failures == before ? "passed" : "FAILED",
-                   seconds() - start);
-        }
+        run_tests(*kernels, shared ? some : tests);
     }
     return failures == 0 ? 0 : 1;
 }
@@ -550,16 +566,19 @@ int test_all(const std::vector<const AttentionKernels*>& all) {
 }  // namespace starscope
 
 // test_attention [ISA...]                     runs the tests
+// test_attention --shared [ISA...]            runs those that show how threads share work out
 // test_attention --time [THREADS [ISA...]]    prints times; "busy" is processor time, for a machine that does more
 int main(int count, char** arguments) {
     setvbuf(stdout, nullptr, _IOLBF, 0);
     const bool time = count > 1 && strcmp(arguments[1], "--time") == 0;
+    const bool shared = count > 1 && strcmp(arguments[1], "--shared") == 0;
     const int threads = time && count > 2 ? atoi(arguments[2]) : 2;
-    const std::vector<std::string> names(arguments + std::min(count, time ? 3 : 1), arguments + count);
+    const int options = time ? 3 : shared ? 2 : 1;
+    const std::vector<std::string> names(arguments + std::min(count, options), arguments + count);
     std::vector<const starscope::AttentionKernels*> kernels;
     for (const auto* each : starscope::usable_kernels()) {
         if (names.empty() || std::find(names.begin(), names.end(), each->isa) != names.end()) kernels.push_back(each);
     }
     if (time) starscope::time_all(kernels, threads);
-    return time ? 0 : starscope::test_all(kernels);
+    return time ? 0 : starscope::test_all(kernels, shared);
 }
