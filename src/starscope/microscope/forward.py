@@ -7,7 +7,6 @@ change is an error, since it would do nothing.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +17,7 @@ from starscope.engine.passes import Pass
 from starscope.errors import OutOfOrder, Unavailable, ValueShapeError
 from starscope.microscope.edges import EdgeFacts, Edges
 from starscope.microscope.present import Presentation
-from starscope.microscope.tensors import as_array, as_value
-
-SMALL = 1 << 20  # bytes: of larger values a digest is kept instead of a copy
+from starscope.microscope.tensors import Watch, as_array, as_value
 
 
 @dataclass(eq=False)
@@ -30,33 +27,13 @@ class Served:
     edge: int
     facts: EdgeFacts
     value: Any  # a torch tensor or a NumPy array, as shown
+    watch: Watch
     used: bool = False  # its first consumer has run
     is_assigned: bool = False
-    seen: bytes = b""  # what it was when it was handed out, or when it was used
-    version: int = 0
     views: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
-    def note(self) -> None:
-        self.seen, self.version = _fingerprint(self.value), getattr(self.value, "_version", 0)
-
     def is_changed(self) -> bool:
-        return self.is_assigned or _fingerprint(self.value) != self.seen
-
-    def may_be_changed(self) -> bool:
-        """As `is_changed`; quickly, but torch does not count what is changed through a NumPy view."""
-        version = getattr(self.value, "_version", None)
-        return self.is_changed() if version is None else version != self.version and self.is_changed()
-
-
-def _fingerprint(value: Any) -> bytes:
-    """What tells whether numbers were changed in place, by whatever view of them."""
-    if hasattr(value, "detach"):
-        if value.device.type != "cpu":
-            return str(value._version).encode()
-        value = value.detach().numpy()
-    if value.nbytes <= SMALL:
-        return bytes(value.tobytes())
-    return hashlib.blake2b(np.ascontiguousarray(value).data.cast("B"), digest_size=16).digest()
+        return self.is_assigned or self.watch.has_changed()
 
 
 class Forward:
@@ -122,7 +99,7 @@ class Forward:
             self._advance(facts.made)
         if (old := self._served.get(edge)) is not None:
             self._live.remove(old)
-        self._hand_out(Served(edge, facts, fresh, is_assigned=True))
+        self._hand_out(Served(edge, facts, fresh, Watch(fresh), is_assigned=True))
 
     def set_shaped(self, edge: int, rest: tuple[int, ...], value: Any) -> None:
         """Replace a value by one given as `[batch seq *rest]`."""
@@ -164,7 +141,8 @@ class Forward:
         self.skipped.update(range(first, last + 1))
         self._given.update(outputs)
         for edge in outputs[:-1]:  # the last one's is still to be used
-            self._hand_out(Served(edge, facts[edge], self._copy_of(given, "", tuple(given.shape)), used=True))
+            copy = self._copy_of(given, "", tuple(given.shape))
+            self._hand_out(Served(edge, facts[edge], copy, Watch(copy), used=True))
 
     def finish(self) -> None:
         """Run what is left. A change that came too late is an error here, if it has not been one before."""
@@ -208,12 +186,12 @@ class Forward:
         self._advance(facts.made)
         rows = self._pass.read(edge)
         shown = self._with_other_rows(rows) if edge == self.edges.logits else self.view.show(rows, facts.form)
-        served = Served(edge, facts, self._own(shown), used=facts.first_use < self._pass.done)
+        value = self._own(shown)
+        served = Served(edge, facts, value, Watch(value), used=facts.first_use < self._pass.done)
         self._hand_out(served)
         return served
 
     def _hand_out(self, served: Served) -> None:
-        served.note()
         self._served[served.edge] = served
         (self._used if served.used else self._live).append(served)
 
@@ -242,8 +220,7 @@ class Forward:
             if self.grad or served.is_changed():
                 self._pass.write(served.edge, self._for_engine(served.value, served.facts))
                 served.is_assigned = False
-                served.note()
-            served.version = getattr(served.value, "_version", 0)
+                served.watch.reset()
             served.used = True
             self._used.append(served)
 
@@ -256,11 +233,11 @@ class Forward:
 
     def _check_late(self) -> None:
         for served in self._used:
-            if served.may_be_changed():
+            if served.watch.may_have_changed() and served.is_changed():
                 self._refuse_late(served)
 
     def _refuse_late(self, served: Served) -> None:
-        served.note()
+        served.watch.reset()
         raise OutOfOrder(
             f"{served.facts.name} was changed after what uses it had run: the change did nothing.",
             hint="Change a value before reading one that comes after it, or change a clone.",

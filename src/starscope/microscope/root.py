@@ -100,7 +100,7 @@ class Root:
         if max_new_tokens is not None and (not isinstance(max_new_tokens, int) or max_new_tokens < 1):
             raise UsageError(f"max_new_tokens is {max_new_tokens!r}; expected a number of tokens, 1 or more.")
         plan = Plan(self._prompts(prompt), max_new_tokens, SamplingOptions(**options), grad)
-        return Trace(self.engine, self.tokenizer, self.scope.edges, plan)
+        return Trace(self.engine, self.tokenizer, self.scope.edges, self.scope.reading, plan)
 
     def _prompts(self, prompt: Any) -> list[Any]:
         """Ids or embeddings of every prompt."""

@@ -7,12 +7,14 @@ is there for code that was written for other tools; a value outlives its trace w
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 from typing import Any, TypeVar
 
 import numpy as np
 
 T = TypeVar("T")
+SMALL = 1 << 20  # bytes: of larger tensors a digest is remembered instead of a copy
 
 
 class ArrayValue(np.ndarray[Any, Any]):
@@ -54,6 +56,50 @@ def as_value(array: Any) -> Any:
     import torch
 
     return torch.from_numpy(array).as_subclass(torch_value())
+
+
+class Watch:
+    """Tells whether the numbers of a tensor were changed in place, through whatever view of them.
+
+    `might_have` is quick and counts what torch does, not what is done through a NumPy view; `has` looks at the numbers.
+    Numbers on a device are only counted.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._array: np.ndarray[Any, Any] | None = None
+        self.counter: Any = None
+        if isinstance(value, np.ndarray):
+            self._array = value.view(np.ndarray)
+        else:
+            import torch
+
+            with torch._C.DisableTorchFunctionSubclass():
+                self.counter = value.detach()  # counts changes together with `value`, and is no subclass
+                if self.counter.device.type == "cpu":
+                    self._array = self.counter.numpy()
+        self.reset()
+
+    def reset(self) -> None:
+        """From now on."""
+        self.version = 0 if self.counter is None else self.counter._version
+        self._seen = self._look()
+
+    def _look(self) -> bytes:
+        if self._array is None:
+            return b""
+        if self._array.nbytes <= SMALL:
+            return self._array.tobytes()
+        return hashlib.blake2b(np.ascontiguousarray(self._array).data.cast("B"), digest_size=16).digest()
+
+    def has_changed(self) -> bool:
+        """Whether the numbers are others than at the last `reset`."""
+        if self._array is None:
+            return bool(self.counter._version != self.version)
+        return self._look() != self._seen
+
+    def may_have_changed(self) -> bool:
+        """Whether somebody wrote to the tensor, as far as that is counted."""
+        return self.counter is None or self.counter._version != self.version
 
 
 def plain(value: Any) -> Any:

@@ -12,8 +12,8 @@ Leaving the block runs the rest; an exception leaves nothing behind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar, Token
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -34,11 +34,12 @@ from starscope.errors import (
 from starscope.machine import memory
 from starscope.microscope.edges import Edges
 from starscope.microscope.forward import Forward
-from starscope.microscope.tensors import as_array, as_value
+from starscope.microscope.tensors import Watch, as_array, as_value, has_torch
 from starscope.sampling import SamplingOptions, make_sampler
 
 if TYPE_CHECKING:
     from starscope.cache import Cache
+    from starscope.microscope.names import Reading
     from starscope.tokenizer import Tokenizer
 
 # The traces that have been entered and not left, of all models, the innermost last.
@@ -85,26 +86,89 @@ class Output:
 
 
 class Inputs:
-    """The tokens of one step as they are shown, `[batch seq]`, and the mask over all tokens, `[batch key]`."""
+    """The tokens of one step, and as they are shown when somebody looks: ids `[batch seq]`, a mask `[batch key]`.
 
-    def __init__(self, ids: Any, mask: Any) -> None:
-        self.ids, self.mask = ids, mask
-        self._seen = self._now()
+    What was changed there is what runs.
+    """
 
-    def _now(self) -> tuple[bytes, bytes]:
-        return (b"" if self.ids is None else as_array(self.ids).tobytes(), as_array(self.mask).tobytes())
+    def __init__(self, sequences: Sequence[Any], pasts: Sequence[int], pad: int) -> None:
+        self._sequences, self._pasts, self._pad = list(sequences), list(pasts), pad
+        self._ids: Any = None
+        self._mask: Any = None
+        self._watches: list[Watch] = []
+        self._assigned = False
+
+    @property
+    def is_embedded(self) -> bool:
+        return bool(self._sequences[0].ndim == 2)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        if self._ids is not None:
+            return (int(self._ids.shape[0]), int(self._ids.shape[1]))
+        return len(self._sequences), max(len(one) for one in self._sequences)
+
+    @property
+    def ids(self) -> Any:
+        if self._ids is None:
+            ids = np.full(self.shape, self._pad, np.int64)
+            for row, one in zip(ids, self._sequences, strict=True):
+                row[len(row) - len(one) :] = one
+            self._ids = self._watched(ids)
+        return self._ids
+
+    @property
+    def mask(self) -> Any:
+        if self._mask is None:
+            totals = np.array([past + len(one) for past, one in zip(self._pasts, self._sequences, strict=True)])
+            most = int(totals.max())
+            self._mask = self._watched((np.arange(most) >= most - totals[:, None]).astype(np.int64))
+        return self._mask
+
+    def assign_ids(self, ids: np.ndarray[Any, Any]) -> None:
+        """Other tokens `[batch seq]`; of another length, all of them count."""
+        mask = as_array(self.mask)
+        if not any(self._pasts) and mask.shape != ids.shape:
+            self._mask = self._watched(np.ones(ids.shape, np.int64))
+        self._ids, self._assigned = self._watched(ids.astype(np.int64)), True
+
+    def assign_mask(self, mask: np.ndarray[Any, Any]) -> None:
+        self._mask, self._assigned = self._watched(mask), True
+
+    def _watched(self, array: np.ndarray[Any, Any]) -> Any:
+        value = as_value(array)
+        self._watches.append(Watch(value))
+        return value
 
     @property
     def is_changed(self) -> bool:
-        return self._now() != self._seen
+        """Whether somebody changed them in place since they were shown, or since they were taken."""
+        return any(watch.has_changed() for watch in self._watches)
+
+    def take(self) -> list[Any]:
+        """What is to run, of each row."""
+        if (self._assigned or self.is_changed) and not self.is_embedded:
+            ids = as_array(self.ids)
+            if any(self._pasts):
+                self._sequences = list(ids)
+            else:
+                kept = _check_mask(self.mask, ids.shape)
+                self._sequences = [row[real == 1] for row, real in zip(ids, kept, strict=True)]
+            for watch in self._watches:
+                watch.reset()
+            self._assigned = False
+        return self._sequences
 
 
 class Trace:
     """One run of one or several prompts. Made by `model.trace`; values are read and changed on the model's parts."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, edges: Edges, plan: Plan) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, edges: Edges, reading: Callable[[str], Reading], plan: Plan
+    ) -> None:
         self.engine, self.edges, self.plan = engine, edges, plan
         self.step = 0
+        self._reading = reading
         self._tokenizer = tokenizer
         pad = tokenizer.eos_id
         self._pad = 0 if pad is None else pad
@@ -116,9 +180,8 @@ class Trace:
         self._holes: set[int] = set()
         self._forward: Forward | None = None
         self._step_ended = False
-        self._inputs = self._show_inputs(self._prompts, [0] * len(plan.prompts))
+        self._inputs = Inputs(self._prompts, [0] * len(plan.prompts), self._pad)
         self._state = "new"  # then entered, stopped or done
-        self._token: Token[tuple[Trace, ...]] | None = None
         self._check_memory()
 
     # The block.
@@ -127,7 +190,7 @@ class Trace:
         if self._state != "new":
             raise UsageError("a trace was entered twice; make another with model.trace(...).")
         self._state = "entered"
-        self._token = _ENTERED.set((*_ENTERED.get(), self))
+        _ENTERED.set((*_ENTERED.get(), self))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -168,9 +231,10 @@ class Trace:
     def set_shaped(self, edge: int, rest: tuple[int, ...], value: Any) -> None:
         self._running().set_shaped(edge, rest, value)
 
-    def keep(self, edges: Sequence[int]) -> None:
-        """Have values of this step readable whatever has run."""
-        self._running().keep(edges)
+    def keep(self, names: str | Sequence[str]) -> None:
+        """Have values of this step readable to its end, whatever has run; said before it has."""
+        readings = [self._reading(name) for name in ([names] if isinstance(names, str) else names)]
+        self._running().keep([one.edge for one in readings if one.edge is not None])
 
     def skip(self, first: int, last: int, value: Any = None) -> None:
         """Let blocks first to last not run in this step; `value` (or the first one's input) is what they give."""
@@ -180,7 +244,7 @@ class Trace:
     def input_ids(self) -> Any:
         """The step's new tokens, int64 `[batch seq]`."""
         self._check_entered()
-        if self._inputs.ids is None:
+        if self._inputs.is_embedded:
             raise UnsupportedError("the model was given embeddings; there are no input_ids.")
         return self._inputs.ids
 
@@ -194,10 +258,9 @@ class Trace:
             raise ValueShapeError(f"input_ids was given {len(ids)} rows; expected {len(self._prompts)}.")
         if self.step and ids.shape[1] != 1:
             raise ValueShapeError(f"input_ids was given {list(ids.shape)}; expected one token a row while generating.")
-        mask = as_array(self._inputs.mask)
-        if self.step == 0 and ids.shape != mask.shape:
-            mask = np.ones(ids.shape, np.int64)
-        self._inputs = Inputs(as_value(ids.astype(np.int64)), as_value(mask))
+        if self._inputs.is_embedded:
+            raise UnsupportedError("the model was given embeddings; there are no input_ids to replace.")
+        self._inputs.assign_ids(ids)
 
     @property
     def attention_mask(self) -> Any:
@@ -212,19 +275,13 @@ class Trace:
             raise OutOfOrder(
                 "attention_mask was assigned while generating; expected it in step 0, before anything runs."
             )
-        self._inputs = Inputs(self._inputs.ids, as_value(_check_mask(value, tuple(self._inputs.mask.shape))))
+        self._inputs.assign_mask(_check_mask(value, tuple(self._inputs.mask.shape)))
 
     @property
     def input_size(self) -> Any:
         """[batch, seq] of the current step."""
         self._check_entered()
-        if self._forward is not None:
-            shape = (self._forward.view.batch, self._forward.view.seq)
-        elif self._inputs.ids is not None:
-            shape = tuple(self._inputs.ids.shape)
-        else:
-            shape = tuple(self._inputs.mask.shape)
-        return _size(shape)
+        return _size(self._inputs.shape)
 
     @property
     def next_token_probs(self) -> Any:
@@ -270,7 +327,7 @@ class Trace:
             return False
         self.step += 1
         pasts = [cache.length for cache in self._caches or ()]
-        self._inputs = self._show_inputs([np.array(tokens[-1:]) for tokens in self._tokens], pasts)
+        self._inputs = Inputs([np.array(tokens[-1:]) for tokens in self._tokens], pasts, self._pad)
         self._forward, self._step_ended = None, False
         return True
 
@@ -279,7 +336,7 @@ class Trace:
             return
         if self._forward is None and self.step and not self.plan.grad and not self._holes:
             # Nobody looked.
-            logits = self.engine.forward(self._sequences(), self._caches, "last")
+            logits = self.engine.forward(self._inputs.take(), self._caches, "last")
             self._step_ended = True
             self._choose(np.concatenate(logits))
             return
@@ -371,36 +428,13 @@ class Trace:
         return self._forward
 
     def _begin(self) -> Forward:
-        sequences = self._sequences()
+        sequences = self._inputs.take()
         if self.step == 0:
             self._prompts = sequences
         options = {"grad": True} if self.plan.grad else {}
         one = self.engine.begin(sequences, self._caches, "last", **options)
         project = lambda rows: self.engine.run_tail(self.edges.head, rows)  # noqa: E731
         return Forward(one, self.edges, project, grad=self.plan.grad, holes=self._holes)
-
-    def _sequences(self) -> list[Any]:
-        """What the inputs, as they are now, say of each row."""
-        if self._inputs.ids is None:
-            return self._prompts
-        ids = as_array(self._inputs.ids)
-        if self.step:
-            return list(ids)
-        mask = _check_mask(self._inputs.mask, ids.shape)
-        sequences = [row[kept == 1] for row, kept in zip(ids, mask, strict=True)]
-        self._inputs = Inputs(self._inputs.ids, self._inputs.mask)
-        return sequences
-
-    def _show_inputs(self, sequences: Sequence[Any], pasts: Sequence[int]) -> Inputs:
-        totals = [past + len(one) for past, one in zip(pasts, sequences, strict=True)]
-        longest, most = max(len(one) for one in sequences), max(totals)
-        mask = (np.arange(most) >= most - np.array(totals)[:, None]).astype(np.int64)
-        if sequences[0].ndim == 2:
-            return Inputs(None, as_value(mask))
-        ids = np.full((len(sequences), longest), self._pad, np.int64)
-        for row, one in zip(ids, sequences, strict=True):
-            row[longest - len(one) :] = one
-        return Inputs(as_value(ids), as_value(mask))
 
     def _check_memory(self) -> None:
         """A prompt is one piece: DoesNotFitError, before anything runs, when its values need more than is free."""
@@ -455,8 +489,6 @@ def _check_mask(value: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
 
 
 def _size(shape: tuple[int, ...]) -> Any:
-    from starscope.microscope.tensors import has_torch
-
     if not has_torch():
         return shape
     import torch
