@@ -16,12 +16,19 @@ FIRST_CAPACITY = 64
 
 
 class Cache:
-    """What one sequence has in an engine's memory: its length and its ids. Engines add the keys and values."""
+    """What one sequence has in an engine's memory: its length and its ids. Engines add the keys and values.
+
+    `row` is its place among the prompts of a call and `prompt_length` the tokens of its prompt (None: nobody said), by
+    which edits are selected. `under` is what changed its values besides its tokens, None for nothing.
+    """
 
     def __init__(self, context_length: int) -> None:
         self.length = 0
         self.context_length = context_length
         self.ids: list[int] = []
+        self.row = 0
+        self.prompt_length: int | None = None
+        self.under: object = None
 
     def advance(self, ids: Sequence[int] | None, count: int) -> None:
         """End a step of `count` tokens. `ids` is None for a step that was fed embeddings."""
@@ -36,10 +43,14 @@ class Cache:
         self.length = length
         del self.ids[length:]
 
-    def reuse(self, ids: Sequence[int]) -> int:
-        """Keep the longest prefix shared with `ids`, one token less than all of `ids` at the most (its logits are
-        wanted), and forget the rest. Returns how many tokens are kept.
+    def reuse(self, ids: Sequence[int], *, row: int = 0, under: object = None) -> int:
+        """Begin a prompt. Keeps the longest prefix shared with `ids`, one token less than all of `ids` at the most (its
+        logits are wanted), and forgets the rest; all of it when it was made under something else. Returns how many
+        tokens are kept.
         """
+        if under != self.under:
+            self.truncate(0)
+        self.row, self.prompt_length, self.under = row, len(ids), under
         limit = min(len(ids) - 1, self.length)
         same = next((n for n in range(limit) if self.ids[n] != ids[n]), max(limit, 0))
         self.truncate(same)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ class Engine(Protocol):
     returns float32 logits for each sequence: `[1 vocab_size]` for "last", `[n vocab_size]` for "all". A sequence's
     logits do not depend on the other sequences, nor on how its tokens were split into steps, beyond rounding.
     Raises ContextOverflowError past the model's positions and InvalidContentError for ids out of range; no cache
-    has changed then.
+    has changed then. `edits` change values on the way; `edits` of an engine are those that its every step has.
     """
 
     name: str
@@ -45,13 +45,21 @@ class Engine(Protocol):
     graph: Graph
     context_length: int
 
+    @property
+    def edits(self) -> StepEdits | None: ...
+
     def new_cache(self) -> Cache: ...
 
     def prepare(self) -> None:
         """Decode whatever weights are not decoded yet, so that the first step costs what the others do."""
 
     def forward(
-        self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last"
+        self,
+        sequences: Sequences,
+        caches: Sequence[Cache] | None = None,
+        wanted: Wanted = "last",
+        *,
+        edits: StepEdits | None = None,
     ) -> list[Array]: ...
 
     def begin(self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last") -> Pass:
@@ -92,6 +100,43 @@ class Batch:
             cache.advance(ids, self.lengths[i])
 
 
+class EditRows(NamedTuple):
+    """One change of some rows of a value: `x[row, first_col : first_col + cols] = scale * x + values`, in float32.
+
+    A scale of 0 writes exactly `values`, whatever was there. `rows` count from the first row of the piece that is run;
+    of a value with the axis "wanted" they count its wanted rows. A value's other axes are one behind the other in the
+    columns: `head * head_dim + d`.
+
+    Keys and values are changed in their new rows, once these are rounded as the cache keeps them, and rounded again.
+    Scores and probabilities: a row is a query, columns are key positions, of the heads `first_head` and up; keys behind
+    the query are left out.
+    """
+
+    rows: Array  # int64 [n]
+    first_col: int
+    cols: int
+    scale: float
+    values: Array  # float32 [n or 1, cols or 1]
+    first_head: int = 0
+    heads: int = 0  # 0: not a value with heads of its own, as scores have
+
+
+class StepEdits(Protocol):
+    """Changes of values, by edge, at the rows that their positions select. They come right behind a value's producer,
+    in order; `key` tells two apart.
+    """
+
+    @property
+    def edges(self) -> Set[int]:
+        """The edges that any step may change."""
+
+    def of_step(self, batch: Batch, start: int, stop: int) -> Mapping[int, Sequence[EditRows]]:
+        """The changes of rows start to stop of a batch, by edge, without edges that have none."""
+
+    def key(self, prompt_length: int, row: int) -> object:
+        """What the keys and values of a prompt depend on besides its tokens; equal for equal changes."""
+
+
 def make_batch(engine: Engine, sequences: Sequences, caches: Sequence[Cache] | None, wanted: Wanted) -> Batch:
     """Check a step's input against the model and lay it out. Nothing is changed when it is refused."""
     hp = engine.graph.hp
@@ -99,6 +144,7 @@ def make_batch(engine: Engine, sequences: Sequences, caches: Sequence[Cache] | N
         raise InvalidContentError("no sequence was given; expected at least one.")
     if caches is not None and len(caches) != len(sequences):
         raise InvalidContentError(f"{len(caches)} caches for {len(sequences)} sequences; expected one each.")
+    own = caches is None
     caches = [engine.new_cache() for _ in sequences] if caches is None else list(caches)
     if len({id(cache) for cache in caches}) != len(caches):
         raise InvalidContentError("one cache was given for two sequences; expected one each.")
@@ -124,6 +170,9 @@ def make_batch(engine: Engine, sequences: Sequences, caches: Sequence[Cache] | N
                 hint="Shorten the prompt; this family has no positions past its end.",
             )
     lengths = [len(array) for array in arrays]
+    if own:
+        for row, (cache, length) in enumerate(zip(caches, lengths, strict=True)):
+            cache.row, cache.prompt_length = row, length
     pasts = [cache.length for cache in caches]
     ends = np.cumsum(lengths)
     rows = np.concatenate(arrays)

@@ -20,7 +20,8 @@ import numpy as np
 
 from starscope import native
 from starscope.cache import Cache
-from starscope.engine.base import Array, Batch, Sequences, Wanted, input_values, make_batch, whole_batch
+from starscope.engine.base import Array, Batch, Sequences, StepEdits, Wanted, input_values, make_batch, whole_batch
+from starscope.engine.edited import forward_edited
 from starscope.engine.native_pass import NativePass
 from starscope.engine.native_program import Compiled, Compiler
 from starscope.engine.passes import tail_of
@@ -97,6 +98,7 @@ class NativeEngine:
     """Runs a graph with the compiled module. Implements `Engine`. `isa` is the instruction set in use."""
 
     name = "native"
+    edits = None
 
     def __init__(
         self,
@@ -148,8 +150,15 @@ class NativeEngine:
         """Nothing is left to do: the weights were read when the engine was made."""
 
     def forward(
-        self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last"
+        self,
+        sequences: Sequences,
+        caches: Sequence[Cache] | None = None,
+        wanted: Wanted = "last",
+        *,
+        edits: StepEdits | None = None,
     ) -> list[Array]:
+        if edits is not None:
+            return forward_edited(self, sequences, caches, wanted, edits)
         batch = make_batch(self, sequences, caches, wanted)
         logits = np.empty((len(batch.wanted), self.graph.hp.vocab_size), np.float32)
         known, _ = input_values(self.graph, batch)

@@ -13,7 +13,18 @@ from typing import Any
 import numpy as np
 
 from starscope.cache import ArrayCache, Cache
-from starscope.engine.base import MASKED, Array, Batch, Sequences, Wanted, input_values, make_batch, whole_batch
+from starscope.engine.base import (
+    MASKED,
+    Array,
+    Batch,
+    Sequences,
+    StepEdits,
+    Wanted,
+    input_values,
+    make_batch,
+    whole_batch,
+)
+from starscope.engine.edited import forward_edited
 from starscope.engine.passes import attention_of, tail_of
 from starscope.engine.weights import Weights
 from starscope.graph import Graph, Op
@@ -139,6 +150,7 @@ class NumpyEngine:
     """Runs a graph with NumPy alone. Implements `Engine`."""
 
     name = "numpy"
+    edits = None
     kernels: Mapping[str, Kernel] = KERNELS  # by the kind of op
 
     def __init__(
@@ -173,8 +185,15 @@ class NumpyEngine:
                 self.weights[name]
 
     def forward(
-        self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last"
+        self,
+        sequences: Sequences,
+        caches: Sequence[Cache] | None = None,
+        wanted: Wanted = "last",
+        *,
+        edits: StepEdits | None = None,
     ) -> list[Array]:
+        if edits is not None:
+            return forward_edited(self, sequences, caches, wanted, edits)
         batch = make_batch(self, sequences, caches, wanted)
         values, start = input_values(self.graph, batch)
         self.run(batch, values, start, len(self.graph.ops))

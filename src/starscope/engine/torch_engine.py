@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from starscope.cache import ArrayCache, Cache
-from starscope.engine.base import MASKED, Array, Batch, Sequences, Wanted, input_values, make_batch
+from starscope.engine.base import MASKED, Array, Batch, Sequences, StepEdits, Wanted, input_values, make_batch
+from starscope.engine.edited import forward_edited
 from starscope.engine.passes import tail_of
 from starscope.engine.weights import Weights
 from starscope.errors import DoesNotFitError, UnsupportedError
@@ -173,6 +174,7 @@ class TorchEngine:
     """Runs a graph with torch. Implements `Engine`. `parameters` are the weights, by our names; tied ones once."""
 
     name = "torch"
+    edits = None
 
     def __init__(
         self,
@@ -221,8 +223,15 @@ class TorchEngine:
 
     @torch.inference_mode()
     def forward(
-        self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last"
+        self,
+        sequences: Sequences,
+        caches: Sequence[Cache] | None = None,
+        wanted: Wanted = "last",
+        *,
+        edits: StepEdits | None = None,
     ) -> list[Array]:
+        if edits is not None:
+            return forward_edited(self, sequences, caches, wanted, edits)
         batch = make_batch(self, sequences, caches, wanted)
         known, start = input_values(self.graph, batch)
         values: dict[int, Any] = {
