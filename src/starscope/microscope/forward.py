@@ -65,6 +65,11 @@ class Forward:
 
     # Reading and writing.
 
+    def reason(self, edge: int) -> str | None:
+        """Why this pass does not have a value at all, whenever it is asked for; None where it has."""
+        layer = self.edges.facts[edge].layer
+        return f"block {layer} was skipped" if layer in self.skipped and edge not in self._given else None
+
     def get(self, edge: int) -> Any:
         """A value as it is shown; the same tensor for as long as this pass goes on."""
         served = self._served.get(edge)
@@ -247,8 +252,8 @@ class Forward:
         facts = self.edges.facts[edge]
         if edge in self._served or edge in self._kept:
             return
-        if facts.layer in self.skipped and edge not in self._given:
-            raise Unavailable(f"{facts.name} is not available: block {facts.layer} was skipped.")
+        if (reason := self.reason(edge)) is not None:
+            raise Unavailable(f"{facts.name} is not available: {reason}.")
         if facts.last_use < self._pass.done:
             raise OutOfOrder(
                 f"{facts.name} was asked for after what uses it had run.",

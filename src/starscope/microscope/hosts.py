@@ -21,6 +21,11 @@ class LayerIndexError(TraceError, IndexError):
     """A block that the model does not have."""
 
 
+def read_only(size: str) -> str:
+    """What is said to somebody who assigns a size."""
+    return f"{size} is read off the model's file; another size is another model."
+
+
 class ValueProperty:
     """A standard value as an attribute of the part that has it."""
 
@@ -73,12 +78,13 @@ class Part:
         raise AttributeError(self._unknown(name))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(getattr(type(self), name, None), (ValueProperty, property)):
+        known = getattr(type(self), name, None)
+        if isinstance(known, ValueProperty):
             object.__setattr__(self, name, value)
             return
         path = self.scope.find_value(self.path, name)
         if path is None:
-            raise AttributeError(self._unknown(name))
+            raise AttributeError(read_only(name) if isinstance(known, property) else self._unknown(name))
         self.scope.set(path, value)
 
     def _unknown(self, name: str) -> str:
@@ -96,8 +102,8 @@ class Part:
     input: Any = ValueProperty("input", "What the module is called with: `[batch seq ...]`.")
     output: Any = ValueProperty("output", "What the module gives: `[batch seq ...]`.")
 
-    def support(self) -> dict[str, str | None]:
-        """The values of this part and of those in it: None where they can be read, else the reason."""
+    def support(self) -> dict[str, Any]:
+        """The values of this part and of those in it: None where they can be read, else the reason. Nothing runs."""
         return self.scope.support_of(self.path)
 
 
@@ -202,6 +208,10 @@ class Layers(Sequence[Block]):
 
     def __repr__(self) -> str:
         return self._scope.print_part(self.path)
+
+    def support(self) -> dict[str, Any]:
+        """The values of the blocks, as `model.support()` has them."""
+        return self._scope.support_of(self.path)
 
 
 class Prefix:

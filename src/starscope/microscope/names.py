@@ -11,6 +11,7 @@ nodes of llama.cpp's graphs (`KQ_soft_max`) and the hooks of TransformerLens (`b
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -139,6 +140,17 @@ class Names:
             return None
         ends = [self.graph.names.get(name.format(i=layer[0])) for name in ENDS[pattern]]
         return None if None in ends else (ends[0], ends[1])  # type: ignore[return-value]
+
+    @functools.cached_property
+    def begins(self) -> dict[str, int]:
+        """The first operation of every part, of those in it."""
+        first: dict[str, int] = {}
+        for part in self.parts.values():
+            path = part.path
+            while path and part.op is not None:
+                first[path] = min(first.get(path, part.op), part.op)
+                path = path.rpartition(".")[0]
+        return first
 
     def reading(self, name: str) -> Reading:
         """What a name stands for. TraceError, with the nearest names, when it is nothing."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from starscope.errors import UnsupportedError, UsageError
 from starscope.inputs import is_batch, sequences
-from starscope.microscope.hosts import ValueProperty
+from starscope.microscope.hosts import ValueProperty, read_only
 from starscope.microscope.scope import Scope
 from starscope.microscope.tensors import as_array, as_value
 from starscope.microscope.trace import Plan, Session, Trace, current_trace
@@ -66,6 +66,8 @@ class Root:
         return getattr(self.scope.part(""), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(size := getattr(type(self), name, None), property) and size.fset is None:
+            raise AttributeError(read_only(name))
         known = (
             name.startswith("_") or name in self.__dict__ or hasattr(type(self), name) or "scope" not in self.__dict__
         )
@@ -73,6 +75,20 @@ class Root:
             object.__setattr__(self, name, value)
         else:
             setattr(self.scope.part(""), name, value)
+
+    def __str__(self) -> str:
+        return self.scope.print_part("")
+
+    def support(self, layer: int | None = None) -> dict[str, Any]:
+        """Which values there are: None where one can be read, else the reason; of blocks' values the reasons by block.
+
+        With `layer` those of one block alone, without the model's own. In a trace, of its current step: what a skipped
+        block would have made is not there. Nothing runs.
+        """
+        if layer is None:
+            return self.scope.support_of("")
+        support: dict[str, Any] = self.scope.part("layers")[layer].support()
+        return support
 
     # Traces.
 

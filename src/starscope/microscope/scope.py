@@ -11,8 +11,10 @@ from starscope.engine import Engine, Weights
 from starscope.microscope.edges import Edges
 from starscope.microscope.hosts import Layers, Module, Part, Prefix, host_class
 from starscope.microscope.names import NODES, Names, Reading
+from starscope.microscope.printout import print_part
+from starscope.microscope.support import support_of
 from starscope.microscope.tensors import as_value
-from starscope.microscope.trace import Trace, current_trace
+from starscope.microscope.trace import Trace, current_trace, entered_trace
 from starscope.values import VALUES
 
 if TYPE_CHECKING:
@@ -143,8 +145,14 @@ class Scope:
 
     # What there is.
 
-    def support_of(self, path: str) -> dict[str, str | None]:
-        raise NotImplementedError
+    def support_of(self, path: str) -> dict[str, Any]:
+        """The values of a part and of those in it, from where it is; each None where it is there, or the reason."""
+        return support_of(self.names, self._reason, path)
+
+    def _reason(self, edge: int) -> str | None:
+        trace = entered_trace(self.engine)
+        return None if trace is None else trace.reason(edge)
 
     def print_part(self, path: str) -> str:
-        raise NotImplementedError
+        """A part and all in it, as `print` shows it."""
+        return print_part(self.names, path)

@@ -46,11 +46,15 @@ if TYPE_CHECKING:
 _ENTERED: ContextVar[tuple[Trace, ...]] = ContextVar("entered", default=())
 
 
+def entered_trace(engine: Engine) -> Trace | None:
+    """The innermost trace of a model, if there is one."""
+    return next((trace for trace in reversed(_ENTERED.get()) if trace.engine is engine), None)
+
+
 def current_trace(engine: Engine) -> Trace:
     """The innermost trace of a model; OutsideTrace when there is none."""
-    for trace in reversed(_ENTERED.get()):
-        if trace.engine is engine:
-            return trace
+    if (trace := entered_trace(engine)) is not None:
+        return trace
     raise OutsideTrace(
         "a value of the forward pass was asked for outside a trace.",
         hint="Ask for it inside `with model.trace(prompt):`.",
@@ -217,6 +221,12 @@ class Trace:
         self._forward = None
 
     # Values.
+
+    def reason(self, edge: int) -> str | None:
+        """Why this step does not have a value; None where it has, or nothing has run that says otherwise."""
+        if self._inputs.is_embedded and edge == self.edges.graph.inputs["input_ids"]:
+            return "the model was given embeddings"
+        return None if self._forward is None else self._forward.reason(edge)
 
     def get(self, edge: int) -> Any:
         """A value by its edge; runs the model as far as that."""
