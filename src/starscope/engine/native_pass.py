@@ -1,7 +1,9 @@
 """A step of the native engine that can stop between any two operations.
 
 It runs a list of instructions with nothing fused, whose bits are those of the fused one, over slots of its own. Most
-values lie in a slot while they live; embeddings and logits are arrays here, keys and values are in the caches.
+values lie in a slot while they live; embeddings and logits are arrays here, keys and values are in the caches. Scores
+and probabilities are nowhere while the step runs: attention is one instruction. Read, they are computed beside it, by
+three instructions that only such a read or a write runs; once one is written, the last of them takes attention's place.
 """
 
 from __future__ import annotations
@@ -13,9 +15,14 @@ import numpy as np
 
 from starscope.engine.base import Array, Batch
 from starscope.engine.passes import attention_of
+from starscope.errors import DoesNotFitError
+from starscope.graph import Op
+from starscope.machine import memory
 
 if TYPE_CHECKING:
     from starscope.engine.native_engine import NativeEngine
+
+ASK_FOR = 1 << 28  # bytes: whether there is room for less is not asked
 
 
 class NativePass:
@@ -40,6 +47,8 @@ class NativePass:
         self._arrays.append(self.logits)
         self._array_of = {one.edge: array for one, array in zip(inputs, self._arrays, strict=False)}
         self._array_of[self.graph.names["logits"]] = self.logits
+        self._patterns: tuple[int | None, str] | None = None  # the block and op whose output is in the patterns' memory
+        self._written: int | None = None  # the block whose attention goes on from there
         self._indices: dict[int, Array] = {}
         self._keeping: set[int] = set()
         self._kept: dict[int, Any] = {}
@@ -64,7 +73,24 @@ class NativePass:
             producer = self.graph.producers[one.edge]
             if producer is not None and self.done <= producer < stop:
                 self._array_of[one.edge][:] = self._engine.weights.rows(one.table, self._indices[one.source])
-        self._execute(self._compiled.ends[self.done], self._compiled.ends[stop])
+        at = self.done
+        for op in self.graph.ops[at:stop] if self._written is not None else ():
+            if op.layer == self._written and op.kind in ("softmax", "mix"):
+                self._execute(self._compiled.ends[at], self._compiled.ends[op.index])
+                self._go_on(op)
+                at = op.index + 1
+        self._execute(self._compiled.ends[at], self._compiled.ends[stop])
+
+    def _go_on(self, op: Op) -> None:
+        """The softmax or mix of what was written into the patterns."""
+        assert self._written is not None
+        first = self._compiled.beside[self._written]
+        if op.kind == "mix":
+            self._execute(first + 2, first + 3)
+            self._written = None
+        elif self._patterns == (op.layer, "scores"):
+            self._execute(first + 1, first + 2)
+            self._patterns = (op.layer, "softmax")
 
     def _execute(self, first: int, last: int) -> None:
         if first < last:
@@ -81,6 +107,9 @@ class NativePass:
         cached = attention_of(self.graph, edge)
         if cached is not None:
             return [cache.read(*cached, 0, past + length) for _, length, past, cache in self._pieces]
+        if "query" in self.graph.edges[edge].axes:
+            self._compute(self._pattern_op(edge))
+            return [self._buffers.read_pattern(*where) for where in self._pattern_places()]
         if edge in self._array_of:
             return self._array_of[edge].copy()
         view, cols = self._compiled.views[edge]
@@ -97,6 +126,8 @@ class NativePass:
                 if given.shape[1] != past + length:
                     raise ValueError(f"{given.shape[1]} positions were given; expected {past + length}.")
                 cache.write(*cached, 0, given)
+        elif "query" in self.graph.edges[edge].axes:
+            self._write_patterns(edge, value)
         elif edge in self._array_of:
             self._array_of[edge][:] = np.asarray(value, np.float32).reshape(self._array_of[edge].shape)
         else:
@@ -126,6 +157,54 @@ class NativePass:
 
     def finish(self) -> None:
         self.batch.advance()
+
+    def _pattern_op(self, edge: int) -> Op:
+        producer = self.graph.producers[edge]
+        assert producer is not None
+        return self.graph.ops[producer]
+
+    def _compute(self, op: Op) -> None:
+        """Have the scores or probabilities that are an op's output in the patterns' memory."""
+        if self._patterns == (op.layer, op.kind):
+            return
+        self._fit_patterns()
+        first = self._compiled.beside[op.layer or 0]
+        if self._patterns != (op.layer, "scores"):
+            self._execute(first, first + 1)
+        if op.kind == "softmax":
+            self._execute(first + 1, first + 2)
+        self._patterns = (op.layer, op.kind)
+
+    def _write_patterns(self, edge: int, value: Any) -> None:
+        op, places = self._pattern_op(edge), self._pattern_places()
+        given = [np.ascontiguousarray(one, np.float32) for one in value]
+        for one, (_, *shape) in zip(given, places, strict=True):
+            if one.shape != tuple(shape):
+                raise ValueError(f"a pattern is {list(one.shape)}; expected {list(shape)}.")
+        self._fit_patterns()
+        for one, (offset, *_) in zip(given, places, strict=True):
+            self._buffers.write_pattern(offset, one)
+        self._patterns, self._written = (op.layer, op.kind), op.layer
+
+    def _pattern_places(self) -> list[tuple[int, int, int, int]]:
+        """Of each sequence: where its pattern begins, heads, new rows and keys."""
+        places, heads, at = [], self.graph.hp.num_heads, 0
+        for _, length, past, _ in self._pieces:
+            places.append((at, heads, length, past + length))
+            at += heads * length * (past + length)
+        return places
+
+    def _fit_patterns(self) -> None:
+        floats = sum(heads * rows * keys for _, heads, rows, keys in self._pattern_places())
+        if 4 * floats > ASK_FOR:
+            free = memory()["available"]
+            if free is not None and 4 * floats > free:
+                raise DoesNotFitError(
+                    f"the attention patterns of a block need {4 * floats / 1e9:.1f} GB of memory; "
+                    f"{free / 1e9:.1f} GB are free.",
+                    hint="Run the prompt in shorter pieces.",
+                )
+        self._buffers.fit_patterns(floats)
 
     def _keep_outputs(self, op: int) -> None:
         for edge in self._keeping.intersection(self.graph.ops[op].outputs):

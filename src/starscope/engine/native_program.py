@@ -83,6 +83,7 @@ class Compiler:
     done: set[int] = field(default_factory=set)  # operations that went into another's instruction
     ends: list[int] = field(default_factory=lambda: [0])
     attention: tuple[Op, Op] | None = None  # the one under way: its scores and its mix
+    attentions: dict[int, dict[str, Any]] = field(default_factory=dict)  # block -> its instruction's fields
 
     def compile(self) -> Compiled:
         for op in self.graph.ops:
@@ -95,7 +96,13 @@ class Compiler:
                     )
                 handler(op)
             self.ends.append(len(self.instructions))
-        return self._finish()
+        beside: dict[int, int] = {}
+        if self.split:
+            for layer, fields in self.attentions.items():
+                beside[layer] = len(self.instructions)
+                for kind in ("scores", "softmax", "mix"):
+                    self._emit(kind, **fields)
+        return self._finish(beside)
 
     # Operations, by the name of their kind.
 
@@ -203,7 +210,9 @@ class Compiler:
             fields.update(b=self._read(keys.inputs[0]), c=self._read(values.inputs[0]))
         out = self._new_slot_for(mix)
         fields.update(out=out, cols=out.cols, layer=scores.layer, heads=heads, kv_heads=kv_heads, dim=dim)
-        self._emit("attention", scale=scores.attrs["scale"], **fields)
+        fields["scale"] = scores.attrs["scale"]
+        self._emit("attention", **fields)
+        self.attentions[scores.layer or 0] = fields
 
     def _merge_heads(self, op: Op) -> None:
         self.places[op.outputs[0]] = self.places[op.inputs[0]]
@@ -268,7 +277,7 @@ class Compiler:
     def _emit(self, kind: str, **fields: Any) -> None:
         self.instructions.append((kind, fields))
 
-    def _finish(self) -> Compiled:
+    def _finish(self, beside: dict[int, int]) -> Compiled:
         """Slots that are not in use at the same time become one."""
         number: dict[int, int] = {}
         arrays = [i for i, slot in enumerate(self.slots) if slot.array]
@@ -292,7 +301,7 @@ class Compiler:
             edge: (self.module.View(number[place.slot], place.column), place.cols)
             for edge, place in self.places.items()
         }
-        return Compiled(made, widths, self.inputs, views, self.ends, {})
+        return Compiled(made, widths, self.inputs, views, self.ends, beside)
 
     def _instruction(self, kind: str, fields: dict[str, Any], number: dict[int, int]) -> Any:
         made = self.module.Instruction()

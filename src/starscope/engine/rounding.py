@@ -6,7 +6,8 @@ Two things are rounded besides the float32 results of each op, so that an error 
 - in files that are not float32 throughout, the operands of attention to bfloat16: queries times scale and log2(e), keys
   and values as cached, and the weights 2^(score - largest), where `largest` is that of a tile of 128 keys.
 
-Named values are those of the NumPy engine up to these roundings, but scores are in powers of two there.
+Named values are those of the NumPy engine up to these roundings. Scores are multiplied by ln(2) for whoever looks at
+them, and by log2(e) on their way into the softmax.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from starscope.formats import INTEGER_FORMATS, decode, encode, find_format, roun
 from starscope.graph import Op
 
 TILE_KEYS = 128
-LOG2_E = np.float32(1.44269504)
+LOG2_E, LN_2 = np.float32(1.44269504), np.float32(0.693147181)
 
 
 def to_bfloat16(x: Array) -> Array:
@@ -41,12 +42,12 @@ def linear(engine: NumpyEngine, batch: Batch, op: Op, inputs: list[Any]) -> Arra
 
 
 def scores(engine: NumpyEngine, batch: Batch, op: Op, inputs: list[Any]) -> list[Array]:
-    """Scores in powers of two: the scale is in the queries before they are rounded."""
+    """The scale is in the queries before they are rounded, and with it the change to powers of two and back."""
     if not engine.weights.half_cache:
         return numpy_engine.scores(engine, batch, op, inputs)
     queries = to_bfloat16(inputs[0] * (np.float32(op.attrs["scale"]) * LOG2_E))
     keys = [to_bfloat16(k) for k in inputs[1]]
-    return numpy_engine.scores(engine, batch, replace(op, attrs={**op.attrs, "scale": 1}), [queries, keys])
+    return numpy_engine.scores(engine, batch, replace(op, attrs={**op.attrs, "scale": LN_2}), [queries, keys])
 
 
 def softmax(engine: NumpyEngine, batch: Batch, op: Op, inputs: list[Any]) -> list[Array]:
@@ -57,10 +58,11 @@ def softmax(engine: NumpyEngine, batch: Batch, op: Op, inputs: list[Any]) -> lis
     for x in inputs[0]:  # [num_heads query key]
         tiles = -(-x.shape[-1] // TILE_KEYS)
         padded = np.full((*x.shape[:-1], tiles * TILE_KEYS), MASKED, np.float32)
-        padded[..., : x.shape[-1]] = x
+        with np.errstate(over="ignore"):
+            padded[..., : x.shape[-1]] = np.maximum(x * LOG2_E, np.float32(MASKED))  # a masked score stays one
         padded = padded.reshape(*x.shape[:-1], tiles, TILE_KEYS)
         largest = padded.max(axis=-1, keepdims=True)
-        weights = np.where(padded == MASKED, np.float32(0), to_bfloat16(np.exp2(padded - largest)))
+        weights = to_bfloat16(np.exp2(padded - largest))
         weights *= np.exp2(largest - largest.max(axis=-2, keepdims=True))
         weights = weights.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
         made.append(weights / weights.sum(axis=-1, keepdims=True))

@@ -4,72 +4,16 @@
 
 #include <algorithm>
 
+#include "attention_parts.h"
+
 namespace starscope {
 namespace {
-
-// Query rows that read a key head together, unless one position has more. More would spread the conversion of keys and
-// values over more rows, and leave fewer units to share out.
-constexpr size_t kUnitRows = 96;
 
 // How many units of each thread are cut into tiles, to keep all threads busy until the end.
 constexpr size_t kSplitPerThread = 2;
 
 // Rows that one thread merges at a time, as many as a vector holds at most.
 constexpr size_t kMergeRows = 16;
-
-constexpr float kLog2E = 1.44269504f;
-
-constexpr size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
-
-size_t tiles_of(size_t positions) { return (positions + kTileKeys - 1) / kTileKeys; }
-
-// Cuts arrays out of a piece of memory, or just counts when there is none.
-class Arena {
-  public:
-    explicit Arena(uint8_t* base) : base_(base) {}
-
-    template <typename T>
-    T* take(size_t count) {
-        T* at = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
-        used_ += aligned(count * sizeof(T));
-        return at;
-    }
-    size_t used() const { return used_; }
-
-  private:
-    uint8_t* base_;
-    size_t used_ = 0;
-};
-
-AttentionState take_state(Arena& arena, size_t rows, size_t columns) {
-    AttentionState state;
-    state.largest = arena.take<float>(row_room(rows));
-    state.sum = arena.take<float>(row_room(rows));
-    state.mix = arena.take<float>(rows * columns);
-    return state;
-}
-
-// What one thread has to itself.
-struct Workplace {
-    uint32_t* queries;
-    AttentionScratch tile;
-    AttentionState state;
-};
-
-Workplace take_workplace(Arena& arena, const CacheShape& cache, size_t rows) {
-    Workplace place;
-    place.queries = arena.take<uint32_t>(cache.even_dim() * query_stride(rows));
-    place.tile.panel = arena.take<uint32_t>(panel_words(cache.dim));
-    place.tile.scores = arena.take<float>(rows * kScoreStride);
-    for (float** row : {&place.tile.largest, &place.tile.sum, &place.tile.keep, &place.tile.add}) {
-        *row = arena.take<float>(row_room(rows));
-    }
-    place.state = take_state(arena, rows, cache.padded_dim());
-    return place;
-}
-
-// Positions of a unit: one at least.
-size_t unit_positions(size_t heads_per_key_head) { return std::max<size_t>(1, kUnitRows / heads_per_key_head); }
 
 // The sizes that scratch is made of, the same in attention_scratch_bytes and in attend.
 struct Sizes {
@@ -84,27 +28,6 @@ struct Sizes {
         split_tiles = tiles_of(longest);
     }
 };
-
-// Counts through the items of work in the order in which every thread meets them, and takes some of them.
-class Queue {
-  public:
-    explicit Queue(Team& team) : team_(team) { take(); }
-
-    // Whether the next item is this thread's. After doing it, take().
-    bool reached() { return item_++ == mine_; }
-    void take() { mine_ = team_.take(1); }
-
-  private:
-    Team& team_;
-    size_t item_ = 0;
-    size_t mine_;
-};
-
-size_t end_of(const AttentionSequence& sequence) { return sequence.past + sequence.new_rows; }
-
-const AttentionArithmetic& arithmetic_of(const AttentionKernels& kernels, const AttentionStep& step) {
-    return step.cache.half ? kernels.half : kernels.single;
-}
 
 // Positions begin .. end-1 of a sequence's new keys and values into one key head of its cache, whichever there are.
 void append(const AttentionStep& step, const AttentionArithmetic& arithmetic, const AttentionSequence& sequence,
@@ -221,40 +144,50 @@ class Worker {
 
     // Packs the queries of a unit: `positions` tokens from the sequence's new token `token` on.
     AttentionRows pack(const AttentionSequence& sequence, int head, size_t token, size_t positions) const {
-        const size_t dim = step_.cache.dim;
-        const AttentionRows rows{positions * group_, group_, sequence.past + token};
-        const size_t stride = query_stride(rows.count);
-        for (size_t row = 0; row < rows.count; ++row) {
-            const float* query = step_.queries + (sequence.first_row + token + row / group_) * step_.stride +
-                                 (head * group_ + row % group_) * dim;
-            arithmetic_.pack(dim, query, step_.scale * kLog2E, place_.queries + row, stride);
-        }
-        return rows;
+        return pack_unit(step_, arithmetic_, sequence, head, token, positions, place_.queries);
+    }
+
+    uint8_t* tile_values(const AttentionSequence& sequence, int head, size_t number) const {
+        const CacheShape& cache = step_.cache;
+        return sequence.values + head * cache.value_bytes(sequence.capacity) + cache.value_bytes(number * kTileKeys);
     }
 
     void attend_tile(const AttentionSequence& sequence, int head, const AttentionRows& rows, size_t number,
-                     const AttentionState& state, bool alone, size_t ahead) const {
-        const CacheShape& cache = step_.cache;
-        AttentionTile tile;
-        tile.dim = cache.dim;
-        tile.first_key = number * kTileKeys;
-        tile.keys = sequence.keys + head * cache.key_bytes(sequence.capacity) + cache.key_bytes(tile.first_key);
-        tile.values = sequence.values + head * cache.value_bytes(sequence.capacity) + cache.value_bytes(tile.first_key);
-        tile.next_keys = tile.keys + cache.key_bytes(ahead * kTileKeys);
-        tile.rows = rows;
-        tile.queries = place_.queries;
-        tile.query_stride = query_stride(rows.count);
-        tile.scratch = place_.tile;
+                     const AttentionState& state, bool alone, size_t ahead, uint8_t* values = nullptr) const {
+        AttentionTile tile = tile_of(step_, sequence, head, rows, number, place_);
+        if (values != nullptr) tile.values = values;
+        tile.next_keys = tile.keys + step_.cache.key_bytes(ahead * kTileKeys);
         tile.state = state;
         arithmetic_.attend(tile, alone);
     }
 
-    void finish(const AttentionSequence& sequence, int head, size_t token, size_t row, float sum,
+    bool finish(const AttentionSequence& sequence, int head, size_t token, size_t row, float sum,
                 const float* mix) const {
         const size_t dim = step_.cache.dim;
         float* output = step_.output + (sequence.first_row + token + row / group_) * step_.output_stride +
                         (head * group_ + row % group_) * dim;
-        arithmetic_.finish(dim, sum, mix, output);
+        return arithmetic_.finish(dim, sum, mix, output);
+    }
+
+    // The heads `begin` .. `end`-1 of one token once more, by itself. Rows that are done together read what the last of
+    // them sees, and 0 times a value that is not finite is not 0: so what a later token holds may have got in.
+    void attend_again(const AttentionSequence& sequence, int head, size_t token, size_t begin, size_t end) const {
+        if (token + 1 == sequence.new_rows) return;  // there is nothing later
+        const CacheShape& cache = step_.cache;
+        const AttentionRows rows = pack(sequence, head, token, 1);
+        const size_t keys = sequence.past + token + 1, last = tiles_of(keys) - 1;
+        for (size_t tile = 0; tile < last; ++tile) attend_tile(sequence, head, rows, tile, place_.state, false, 1);
+        uint8_t* values = nullptr;
+        if (cache.half && keys % 2 == 1) {  // a pair of values is read whole: the second one is later
+            const size_t pair = keys % kTileKeys / 2 * 2 * cache.padded_dim();
+            values = place_.values;
+            memcpy(values, tile_values(sequence, head, last), cache.value_bytes(keys % kTileKeys + 1));
+            for (size_t d = 0; d < cache.padded_dim(); ++d) reinterpret_cast<uint16_t*>(values)[pair + 2 * d + 1] = 0;
+        }
+        attend_tile(sequence, head, rows, last, place_.state, false, 1, values);
+        for (size_t row = begin; row < end; ++row) {
+            finish(sequence, head, token, row, place_.state.sum[row], place_.state.mix + row * cache.padded_dim());
+        }
     }
 
     // All tiles of a unit, one after another.
@@ -262,9 +195,14 @@ class Worker {
         const AttentionRows rows = pack(sequence, head, token, positions);
         const size_t tiles = tiles_of(sequence.past + token + positions);
         for (size_t tile = 0; tile < tiles; ++tile) attend_tile(sequence, head, rows, tile, place_.state, false, 1);
+        bool again[kUnitRows] = {};  // by position
         for (size_t row = 0; row < rows.count; ++row) {
-            finish(sequence, head, token, row, place_.state.sum[row],
-                   place_.state.mix + row * step_.cache.padded_dim());
+            const bool finite = finish(sequence, head, token, row, place_.state.sum[row],
+                                       place_.state.mix + row * step_.cache.padded_dim());
+            again[row / group_] |= !finite;
+        }
+        for (size_t i = 0; i < positions; ++i) {
+            if (again[i]) attend_again(sequence, head, token + i, 0, group_);
         }
     }
 
@@ -342,8 +280,13 @@ class Worker {
                               {largest + (row - begin), sum + (row - begin), first.mix + row * columns},
                               {later.largest + row, later.sum + row, later.mix + row * columns});
         }
-        for (size_t row = begin; row < end; ++row) {
-            finish(sequence, head, 0, row, sum[row - begin], first.mix + row * columns);
+        for (size_t row = begin, next; row < end; row = next) {
+            const size_t token = row / group_;
+            bool finite = true;
+            for (next = row; next < std::min(end, (token + 1) * group_); ++next) {
+                finite &= finish(sequence, head, 0, next, sum[next - begin], first.mix + next * columns);
+            }
+            if (!finite) attend_again(sequence, head, token, row % group_, row % group_ + next - row);
         }
     }
 

@@ -3,8 +3,8 @@
 // the softmax of a tile, and the merging of tiles.
 //
 // A row's bits never depend on its neighbours: every sum is one chain over its steps, whatever the number of rows
-// beside it, and everything skipped as invisible would have added zeros. (A value that is not finite is the exception:
-// rows that share a step with a later token may multiply it by a weight of 0.)
+// beside it, and everything skipped as invisible would have added zeros. A value that is not finite is the exception:
+// rows that share a step with a later token may multiply it by a weight of 0. `finish` sees what comes of it.
 //
 // As in kernels.cpp, no library code and no inline function from outside the set's own namespace is called here.
 #include "attention_kernels.h"
@@ -28,6 +28,7 @@ namespace {
 
 constexpr size_t kLanes = 16;
 constexpr float kNothing = -__builtin_inff();
+constexpr float kLowest = -__FLT_MAX__;
 
 inline size_t rounded_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 inline size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
@@ -114,10 +115,10 @@ struct Halves {
     }
 };
 
-#else
+#endif
 
 // Values of bfloat16 precision in float32, taken out of the pairs.
-struct Halves {
+struct Widened {
     static constexpr bool kConverting = false;
     static size_t steps(size_t dim) { return rounded_up(dim, 2); }
     static size_t mix_steps(size_t keys) { return keys; }
@@ -156,6 +157,8 @@ struct Halves {
     }
 };
 
+#if !defined(__AVX512BF16__)
+using Halves = Widened;
 #endif
 
 // ---- Micro-kernels -------------------------------------------------------------------------------------------------
@@ -322,13 +325,11 @@ inline size_t first_row(const AttentionTile& tile, size_t key) {
     return position > tile.rows.position ? (position - tile.rows.position) * tile.rows.heads : 0;
 }
 
+// The scores of the keys that each row sees.
 template <class Operands>
-void attend(const AttentionTile& tile, bool alone) {
+inline void score_tile(const AttentionTile& tile) {
     const AttentionRows& rows = tile.rows;
-    const AttentionScratch& scratch = tile.scratch;
     const size_t seen = keys_seen(tile, rows.position + (rows.count - 1) / rows.heads);
-    const size_t begin = first_row(tile, 0);
-
     for (size_t key = 0; key < seen; key += kGroups * kLanes) {
         const Panel panel = Operands::keys(tile, key);
         for_pieces(first_row(tile, key), rows.count, [&](size_t count, size_t row, bool first) {
@@ -339,6 +340,16 @@ void attend(const AttentionTile& tile, bool alone) {
             }
         });
     }
+}
+
+template <class Operands>
+void attend(const AttentionTile& tile, bool alone) {
+    const AttentionRows& rows = tile.rows;
+    const AttentionScratch& scratch = tile.scratch;
+    const size_t seen = keys_seen(tile, rows.position + (rows.count - 1) / rows.heads);
+    const size_t begin = first_row(tile, 0);
+
+    score_tile<Operands>(tile);
 
     if (tile.first_key == 0) alone = true;
     float* largest = alone ? tile.state.largest : scratch.largest;
@@ -371,6 +382,65 @@ void attend(const AttentionTile& tile, bool alone) {
             } else {
                 mix_columns<Operands, false>(groups, count, tile, panel, row, column, keys, alone);
             }
+        });
+    }
+}
+
+// ---- The same in three steps ---------------------------------------------------------------------------------------
+
+inline Vec load_until(const float* x, size_t i, size_t end, float fill) {
+    return i + kLanes <= end ? load(x + i) : load_first(x + i, end - i, fill);
+}
+inline void store_until(float* x, size_t i, size_t end, Vec v) {
+    if (i + kLanes <= end) {
+        store(x + i, v);
+    } else {
+        store_first(x + i, end - i, v);
+    }
+}
+inline Vec largest_until(const float* x, size_t begin, size_t end) {
+    Vec top = all(kLowest);
+    for (size_t i = begin; i < end; i += kLanes) top = larger(load_until(x, i, end, kLowest), top);
+    return all(largest_of(top));
+}
+
+// kRounded: weights are rounded to bfloat16 relative to the largest of their tile, where the scores are in powers of
+// two. The lowest finite number, a masked score, stays that then.
+template <bool kRounded>
+void softmax(float* x, size_t count) {
+    const Vec log2e = all(kLog2E), lowest = all(kLowest);
+    if (kRounded) {
+        for (size_t i = 0; i < count; i += kLanes) {
+            const Vec score = multiply(load_until(x, i, count, 0.0f), log2e);
+            store_until(x, i, count, larger(lowest, score));
+        }
+    }
+    const Vec most = largest_until(x, 0, count);
+    Vec total = zero();
+    for (size_t begin = 0; begin < count; begin += kTileKeys) {
+        const size_t end = smaller(begin + kTileKeys, count);
+        const Vec top = kRounded ? largest_until(x, begin, end) : most;
+        const Vec scale = exp2(subtract(top, most));
+        for (size_t i = begin; i < end; i += kLanes) {
+            const Vec score = subtract(load_until(x, i, end, kLowest), top);
+            const Vec weight = kRounded ? multiply(round_to_bfloat(exp2(score)), scale) : exp2(multiply(score, log2e));
+            store_until(x, i, end, weight);
+            total = add(total, load_until(x, i, end, 0.0f));
+        }
+    }
+    const Vec sum = all(sum_of(total));
+    for (size_t i = 0; i < count; i += kLanes) store_until(x, i, count, divide(load_until(x, i, count, 0.0f), sum));
+}
+
+template <class Operands>
+void mix_tile(const AttentionTile& tile, size_t column, size_t columns, size_t keys, bool set) {
+    const AttentionRows& rows = tile.rows;
+    for (size_t row = 0; row < rows.count; ++row) tile.scratch.keep[row] = tile.scratch.add[row] = 1.0f;
+    for (const size_t end = column + columns; column < end; column += kGroups * kLanes) {
+        const size_t groups = column + kLanes < end ? kGroups : 1;
+        const Panel panel = Operands::values(tile, column, groups, keys);
+        for_pieces(0, rows.count, [&](size_t count, size_t row, bool) {
+            mix_columns<Operands, false>(groups, count, tile, panel, row, column, keys, set);
         });
     }
 }
@@ -446,15 +516,18 @@ void merge(size_t dim, size_t count, const AttentionState& state, const Attentio
 }
 
 // Adding a zero makes -0, which depends on the zeros that were skipped, +0.
-void finish(size_t dim, float sum, const float* mix, float* output) {
+bool finish(size_t dim, float sum, const float* mix, float* output) {
+    Vec zeros = zero();  // unless a result is not finite
     for (size_t i = 0; i < dim; i += kLanes) {
         const Vec result = add(divide(load(mix + i), all(sum)), zero());
+        zeros = add(zeros, subtract(result, result));
         if (i + kLanes <= dim) {
             store(output + i, result);
         } else {
             store_first(output + i, dim - i, result);
         }
     }
+    return sum_of(zeros) == 0.0f;
 }
 
 }  // namespace
@@ -464,8 +537,10 @@ void finish(size_t dim, float sum, const float* mix, float* output) {
 
 extern const AttentionKernels attention_kernels = {
     STARSCOPE_TEXT(STARSCOPE_ISA),
-    {append_keys<uint16_t, 2>, append_values<uint16_t, 2>, pack<Halves>, attend<Halves>, merge, finish},
-    {append_keys<float, 1>, append_values<float, 1>, pack<Singles>, attend<Singles>, merge, finish},
+    {append_keys<uint16_t, 2>, append_values<uint16_t, 2>, pack<Halves>, attend<Halves>, score_tile<Halves>,
+     softmax<true>, mix_tile<Widened>, merge, finish},
+    {append_keys<float, 1>, append_values<float, 1>, pack<Singles>, attend<Singles>, score_tile<Singles>,
+     softmax<false>, mix_tile<Singles>, merge, finish},
 };
 
 }  // namespace STARSCOPE_ISA

@@ -8,6 +8,7 @@
 namespace starscope {
 
 constexpr size_t kTileKeys = 128;
+constexpr float kLog2E = 1.44269504f;
 
 // The query rows that read a key head together: row r is head r % heads of the token at position + r / heads.
 struct AttentionRows {
@@ -70,10 +71,17 @@ struct AttentionArithmetic {
     void (*pack)(size_t dim, const float* query, float scale, uint32_t* column, size_t stride);
     // Attends to a tile. A tile that begins at 0, or `alone`, sets the state, others are merged into it.
     void (*attend)(const AttentionTile& tile, bool alone);
+    // The first part of `attend`: the scores of the keys that each row sees, in powers of two, in the scratch's rows.
+    void (*score)(const AttentionTile& tile);
+    // Turns `count` scores in natural units into probabilities: weights as `attend` makes them, divided by their sum.
+    void (*softmax)(float* scores, size_t count);
+    // Mixes `columns` columns of the tile's first `keys` values by weights in the scratch's rows, float32 as they are.
+    // Adds to the state's mix, or sets it.
+    void (*mix)(const AttentionTile& tile, size_t column, size_t columns, size_t keys, bool set);
     // Merges `count` <= 16 rows of `later` into those of `state`.
     void (*merge)(size_t dim, size_t count, const AttentionState& state, const AttentionState& later);
-    // Writes a row's result, dim values: its mix divided by the sum of its weights.
-    void (*finish)(size_t dim, float sum, const float* mix, float* output);
+    // Writes a row's result, dim values: its mix divided by the sum of its weights. Whether all of them are finite.
+    bool (*finish)(size_t dim, float sum, const float* mix, float* output);
 };
 
 struct AttentionKernels {

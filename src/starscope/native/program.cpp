@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "attention_kernels.h"
+#include "patterns.h"
 
 namespace starscope {
 namespace {
@@ -98,15 +99,20 @@ void Program::reserve(const Code& code, Buffers& buffers, size_t first, size_t l
     for (Memory& memory : private_) memory.grow(part_at_ + part_bytes_ + sums);
     size_t longest = 0;
     for (const Sequence& sequence : step.sequences) longest = std::max(longest, sequence.past + sequence.new_rows);
-    size_t tiles = 0, scratch = 0;
+    size_t tiles = 0, scratch = 0, pattern = 0;
     for (size_t n = first; n < last; ++n) {
         const Instruction& i = code.instructions[n];
         if (i.kind == kLinear) {
             const Matrix& m = matrices_[i.matrix];
             tiles = std::max(tiles, tile_bytes(*m.type, m.cols, kTileRows) * tile_count(rows_of(i, step)));
-        } else if (i.kind == kAttention) {
+        } else if (reads_caches(i.kind)) {
             scratch = std::max(scratch, attention_scratch_bytes(step.sequences[0].cache->shape, i.heads, step.rows,
                                                                 step.sequences.size(), longest, threads()));
+            if (i.kind >= kScores) {
+                size_t floats = 0;
+                for (const Sequence& s : step.sequences) floats += i.heads * s.new_rows * (s.past + s.new_rows);
+                pattern = std::max(pattern, floats);
+            }
         }
     }
     if (tiles_.size() < tiles) {
@@ -114,6 +120,8 @@ void Program::reserve(const Code& code, Buffers& buffers, size_t first, size_t l
         tiles_.prefer_large_pages();
     }
     attention_scratch_.grow(scratch);
+    buffers.fit_patterns(pattern);
+    patterns_ = buffers.patterns();
 }
 
 void Program::run(const Code& code, Buffers& buffers, size_t first, size_t last, const Step& step) {
@@ -143,6 +151,9 @@ void Program::execute(const Instruction& i, const Step& step, int thread) {
             break;
         case kAttention:
         case kAppend:
+        case kScores:
+        case kSoftmax:
+        case kMix:
             attend(i, step, thread);
             return;
     }
@@ -285,7 +296,11 @@ void Program::attend(const Instruction& i, const Step& step, int thread) {
     if (i.kind == kAppend) return append_new(attention_, attention, team_);
     attention.output = at(i.out, 0);
     attention.output_stride = widths_[i.out.slot];
-    starscope::attend(attention_, attention, team_, thread, attention_scratch_.data());
+    uint8_t* scratch = attention_scratch_.data();
+    if (i.kind == kScores) return make_scores(attention_, attention, patterns_, team_, thread, scratch);
+    if (i.kind == kSoftmax) return make_probabilities(attention_, attention, patterns_, team_);
+    if (i.kind == kMix) return mix_values(attention_, attention, patterns_, team_, thread, scratch);
+    starscope::attend(attention_, attention, team_, thread, scratch);
 }
 
 }  // namespace starscope

@@ -33,13 +33,15 @@ struct View {
     bool exists() const { return slot >= 0; }
 };
 
-enum Kind : int { kAdd, kNorm, kLinear, kActivate, kAttention, kGather, kAppend };
+enum Kind : int { kAdd, kNorm, kLinear, kActivate, kAttention, kGather, kAppend, kScores, kSoftmax, kMix };
 
 // Their names for whoever makes instructions.
 constexpr std::pair<const char*, Kind> kKinds[] = {
     {"add", kAdd},       {"norm", kNorm},     {"linear", kLinear}, {"activate", kActivate}, {"attention", kAttention},
-    {"gather", kGather}, {"append", kAppend},
+    {"gather", kGather}, {"append", kAppend}, {"scores", kScores}, {"softmax", kSoftmax},   {"mix", kMix},
 };
+
+inline bool reads_caches(int kind) { return kind == kAttention || kind >= kAppend; }
 
 struct Instruction {
     int kind = kAdd;
@@ -57,7 +59,8 @@ struct Instruction {
     bool gather = false;
     bool wanted = false;  // the wanted rows are all that its values have
     // kAttention: queries, keys and values are in a, b and c; the cached ones of `layer` are read and added to. Without
-    // b and c they have been added. kAppend: adds keys b and values c to them, or one of the two.
+    // b and c they have been added. kAppend: adds keys b and values c to them, or one of the two. kScores, kSoftmax and
+    // kMix are an attention in three steps, over the buffers' patterns; the fields are the attention's.
     View c;
     int layer = 0, heads = 0, kv_heads = 0, dim = 0;
     float scale = 0;
@@ -109,12 +112,17 @@ class Buffers {
     // Of a slot that is not the caller's, or one that the caller has lent for the run under way.
     float* slot(size_t index) const { return bases_[index]; }
 
+    // Patterns of one attention (patterns.h) at a time; what is in them stays while the room is enough.
+    void fit_patterns(size_t floats) { patterns_.grow(floats * sizeof(float)); }
+    size_t pattern_floats() const { return patterns_.size() / sizeof(float); }
+    float* patterns() const { return reinterpret_cast<float*>(patterns_.data()); }
+
   private:
     friend class Program;
     std::vector<size_t> widths_;
     size_t arrays_ = 0, rows_ = 0;
     std::vector<float*> bases_;
-    Memory memory_;
+    Memory memory_, patterns_;
 };
 
 class Program {
@@ -161,6 +169,7 @@ class Program {
     // Of the run under way.
     float* const* bases_ = nullptr;
     const size_t* widths_ = nullptr;
+    float* patterns_ = nullptr;
     size_t part_at_ = 0, part_bytes_ = 0;  // the unpacked part of a panel, and sums of several panels and tiles
     Memory tiles_, attention_scratch_;
     std::vector<Memory> private_;  // of each thread: products, a normalized row, few prepared rows; then for many rows

@@ -120,6 +120,9 @@ void check_instruction(const Program& program, const Instruction& i, const std::
             return;
         }
         case kAttention:
+        case kScores:
+        case kSoftmax:
+        case kMix:
             check_heads(i, widths);
             if (i.b.exists() || i.c.exists()) {
                 expect(i.a.slot == i.b.slot && i.a.slot == i.c.slot, "queries, keys and values must share a slot");
@@ -146,7 +149,7 @@ Code compile(const Program& program, std::vector<Instruction> instructions, std:
 
 // An attention's caches have its layer and its heads, all of one kind.
 void check_caches(const Instruction& i, const std::vector<Sequence>& sequences) {
-    if (i.kind != kAttention && i.kind != kAppend) return;
+    if (!reads_caches(i.kind)) return;
     expect(!sequences.empty(), "an attention has no sequences");
     for (const Sequence& s : sequences) {
         const CacheShape& shape = s.cache->shape;
@@ -237,6 +240,31 @@ void write_buffers(Buffers& buffers, const View& view, Matrix2<const float> valu
     }
 }
 
+// The heads of one sequence's pattern, `offset` floats from the beginning, copied.
+nb::ndarray<nb::numpy, float, nb::ndim<3>> read_pattern(const Buffers& buffers, size_t offset, size_t heads,
+                                                        size_t rows, size_t keys) {
+    const size_t room = buffers.pattern_floats();
+    expect(offset <= room && heads <= room && rows <= room && keys <= room, "the buffers have no such pattern");
+    expect(rows == 0 || keys == 0 || heads <= (room - offset) / rows / keys, "the buffers have no such pattern");
+    const size_t floats = heads * rows * keys;
+    float* copy = new float[floats];
+    nb::capsule owner(copy, [](void* at) noexcept { delete[] static_cast<float*>(at); });
+    nb::gil_scoped_release release;
+    memcpy(copy, buffers.patterns() + offset, floats * sizeof(float));
+    return {copy, {heads, rows, keys}, owner};
+}
+
+void write_pattern(Buffers& buffers, size_t offset, Array3<const float> values) {
+    const size_t room = buffers.pattern_floats();
+    expect(offset <= room && values.size() <= room - offset, "the buffers have no such pattern");
+    if (values.size() > 0) memcpy(buffers.patterns() + offset, values.data(), values.size() * sizeof(float));
+}
+
+void fit_patterns(Buffers& buffers, size_t floats) {
+    expect(floats <= SIZE_MAX / 64, "a pattern is larger than any memory");
+    buffers.fit_patterns(floats);
+}
+
 // ---- Caches --------------------------------------------------------------------------------------------------------
 
 void check_cache(const KeyValues& cache, size_t layer, const std::string& part, size_t start, size_t stop) {
@@ -315,6 +343,11 @@ void bind_program(nb::module_& m) {
     nb::class_<Buffers>(m, "Buffers", "The slots of one step.")
         .def(nb::init<>())
         .def("fit", &Buffers::fit, "code"_a, "rows"_a, "Room for a step of so many rows of a code.")
+        .def("fit_patterns", &fit_patterns, "floats"_a,
+             "Room for the patterns of one attention: [heads new keys] each.")
+        .def("read_pattern", &read_pattern, "offset"_a, "heads"_a, "rows"_a, "keys"_a,
+             "A copy of one sequence's, `offset` floats behind the beginning: float32 [heads rows keys].")
+        .def("write_pattern", &write_pattern, "offset"_a, "values"_a.noconvert(), "Float32 [heads rows keys].")
         .def("read", &read_buffers, "view"_a, "rows"_a, "cols"_a, "A copy: float32 [rows cols].")
         .def("write", &write_buffers, "view"_a, "values"_a.noconvert(), "Float32 [rows cols] into their place.");
     nb::class_<Program>(m, "Program")

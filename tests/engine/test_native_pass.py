@@ -1,0 +1,326 @@
+"""A step of the native engine that stops anywhere: the bits of `forward`, and at each stop the definition's values."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from starscope.engine.native_engine import NativeEngine
+from starscope.engine.native_pass import NativePass
+from starscope.engine.passes import attention_of
+from starscope.engine.rounding import RoundingEngine
+from starscope.graph import Graph
+from support.numbers import TOLERANCE, ulps
+from support.stored import distance, make_graph, prompts, stored_weights
+
+NAMES = ["F32", "F16", "Q8_0", "Q4_K"]
+FORMAT = pytest.mark.parametrize("name", NAMES)
+MULTI_QUERY = pytest.mark.parametrize("multi_query", [True, False], ids=["multi_query", "multi_head"])
+# New tokens of each sequence, all behind a past of their own: decoded, short, longer than a unit and a tile.
+STEPS = [[1], [1, 1, 1], [5, 1, 30], [140]]
+ROUNDED = 0.02  # of float16 and int8: a value on the other side of a border between two roundings
+
+
+@functools.cache
+def engines(name: str, multi_query: bool) -> tuple[NativeEngine, RoundingEngine]:
+    graph = make_graph(hidden=256, heads=8, inner=512, positions=400, multi_query=multi_query)
+    weights = stored_weights(graph, name)
+    return NativeEngine(graph, weights, threads=2), RoundingEngine(graph, weights)
+
+
+def after_a_past(engine: Any, lengths: list[int]) -> list[Any]:
+    """A cache for each sequence with some tokens in it."""
+    caches = [engine.new_cache() for _ in lengths]
+    engine.forward(prompts(engine.graph, [3 + 50 * i for i in range(len(lengths))], seed=1), caches)
+    return caches
+
+
+def as_list(value: Any) -> list[np.ndarray]:
+    return value if isinstance(value, list) else [value]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for a, b in zip(as_list(found), as_list(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
+
+
+def assert_close(name: str, found: Any, expected: Any) -> None:
+    for a, b in zip(as_list(found), as_list(expected), strict=True):
+        assert a.shape == b.shape
+        if name == "F32":
+            assert ulps(a, b) <= TOLERANCE
+        else:
+            assert distance(a, b) <= ROUNDED
+            assert np.median(np.abs(a - b)) <= 1e-4 * np.abs(b).max()
+
+
+def changed_value(graph: Graph, edge: int, value: np.ndarray) -> np.ndarray:
+    """Something else: whatever is masked stays so."""
+    noise = np.random.default_rng(edge).normal(0, 0.2, value.shape).astype(np.float32)
+    if "query" not in graph.edges[edge].axes:
+        return np.float32(1.5) * value + noise
+    return np.where(value == 0, value, value + np.abs(noise))
+
+
+@FORMAT
+@MULTI_QUERY
+@given(data=st.data())
+@settings(max_examples=15)
+def test_a_pass_has_the_bits_of_forward_wherever_it_stops_and_whatever_is_read(
+    name: str, multi_query: bool, data: st.DataObject
+) -> None:
+    engine, _ = engines(name, multi_query)
+    graph, lengths, wanted = (
+        engine.graph,
+        data.draw(st.sampled_from(STEPS)),
+        data.draw(st.sampled_from(["last", "all"])),
+    )
+    texts = prompts(graph, lengths)
+    plain, stopped = after_a_past(engine, lengths), after_a_past(engine, lengths)
+    expected = engine.forward(texts, plain, wanted)
+    one = engine.begin(texts, stopped, wanted)
+    for stop in sorted(data.draw(st.sets(st.integers(0, len(graph.ops) - 1)))):
+        one.run(stop)
+        live = [e.index for e in graph.edges if (graph.producers[e.index] or 0) < stop <= graph.last_use(e.index)]
+        for edge in data.draw(st.sets(st.sampled_from(live or [graph.inputs["positions"]]), max_size=4)):
+            one.read(edge)
+    one.run(len(graph.ops))
+    one.finish()
+    assert_same(one.batch.split_wanted(one.read(graph.names["logits"])), expected)
+    again = prompts(graph, [2] * len(lengths), seed=9)
+    assert_same(engine.forward(again, stopped), engine.forward(again, plain))
+
+
+@FORMAT
+@MULTI_QUERY
+@pytest.mark.parametrize("lengths", STEPS, ids=str)
+def test_every_value_is_that_of_its_definition(name: str, multi_query: bool, lengths: list[int]) -> None:
+    engine, definition = engines(name, multi_query)
+    graph, texts = engine.graph, prompts(engine.graph, lengths)
+    one = engine.begin(texts, after_a_past(engine, lengths), "all")
+    other = definition.begin(texts, after_a_past(definition, lengths), "all")
+    for edge in graph.inputs.values():
+        assert_same(one.read(edge), other.read(edge))
+    for op in graph.ops:
+        one.run(op.index + 1)
+        other.run(op.index + 1)
+        for edge in op.outputs:
+            assert_close(name, one.read(edge), other.read(edge))
+        for edge in op.outputs:  # on from the same value, so that roundings do not add up
+            other.write(edge, one.read(edge))
+
+
+@FORMAT
+@pytest.mark.parametrize("lengths", [[1], [5, 1, 30]], ids=str)
+def test_what_is_written_is_what_the_step_goes_on_with(name: str, lengths: list[int]) -> None:
+    engine, definition = engines(name, multi_query=name == "F32")
+    graph, texts = engine.graph, prompts(engine.graph, lengths)
+    logits = graph.names["logits"]
+    plain = np.concatenate(engine.forward(texts, after_a_past(engine, lengths), "all"))
+    for op in graph.ops:
+        for edge in op.outputs:
+            one = engine.begin(texts, after_a_past(engine, lengths), "all")
+            other = definition.begin(texts, after_a_past(definition, lengths), "all")
+            for each in (one, other):
+                each.run(op.index + 1)
+            value = one.read(edge)
+            changed = [changed_value(graph, edge, v) for v in as_list(value)]
+            changed = changed if isinstance(value, list) else changed[0]
+            for each in (one, other):
+                each.write(edge, changed)
+            if attention_of(graph, edge) is None or name == "F32":
+                assert_same(one.read(edge), changed)
+            for each in (one, other):
+                each.run(len(graph.ops))
+            found, expected = one.read(logits), other.read(logits)
+            assert distance(found, plain) > 1e-3, graph.edges[edge]
+            limit = 2e-5 if name == "F32" else 0.06
+            assert distance(found, expected) <= limit, graph.edges[edge]
+
+
+@FORMAT
+@MULTI_QUERY
+@pytest.mark.parametrize("lengths", STEPS, ids=str)
+@pytest.mark.parametrize("value", ["attention_scores", "attention_probabilities"])
+def test_patterns_written_back_as_they_were_read_change_little(
+    name: str, multi_query: bool, lengths: list[int], value: str
+) -> None:
+    engine, _ = engines(name, multi_query)
+    graph, texts = engine.graph, prompts(engine.graph, lengths)
+    edge, heads = (graph.names[f"layers.0.self_attn.{one}"] for one in (value, "attention_head_outputs"))
+    one, other = (engine.begin(texts, after_a_past(engine, lengths), "all") for _ in range(2))
+    one.run(graph.producers[edge] + 1)
+    one.write(edge, one.read(edge))
+    for each in (one, other):
+        each.run(graph.producers[heads] + 1)
+    found, expected = one.read(heads), other.read(heads)
+    difference = np.abs(found - expected) / np.abs(expected).max()
+    # Scores went to natural units and back: a weight may be on the other side of a border between two bfloat16.
+    assert np.median(difference) <= 1e-7
+    assert difference.max() <= (1e-6 if name == "F32" else 2.0**-8)
+
+
+@FORMAT
+def test_a_mask_is_not_applied_again(name: str) -> None:
+    engine, definition = engines(name, multi_query=True)
+    graph, texts = engine.graph, prompts(engine.graph, [5, 150])
+    scores = graph.names["layers.0.self_attn.attention_scores"]
+    pattern = graph.names["layers.0.self_attn.attention_probabilities"]
+    heads = graph.names["layers.0.self_attn.attention_head_outputs"]
+    found = []
+    for each in (engine.begin(texts), definition.begin(texts)):
+        each.run(graph.producers[scores] + 1)
+        masked = each.read(scores)
+        for one in masked:
+            query, key = np.indices(one.shape[1:])
+            assert ((one == np.finfo(np.float32).min) == (key > query)).all()
+        each.write(scores, [one * 0 for one in masked])
+        each.run(graph.producers[pattern] + 1)
+        for one in each.read(pattern):
+            np.testing.assert_allclose(one, 1 / one.shape[-1], rtol=1e-6)
+        each.run(graph.producers[heads] + 1)
+        found.append(each.read(heads))
+    assert distance(*found) <= 1e-4
+
+
+def test_keys_and_values_written_stay_in_the_cache_and_those_of_an_abandoned_step_do_not() -> None:
+    for name in ("F32", "Q8_0"):
+        engine, _ = engines(name, multi_query=True)
+        graph, [text, more] = engine.graph, prompts(engine.graph, [9, 4])
+        keys = graph.names["layers.1.self_attn.attention_keys"]
+        fresh, cache = engine.new_cache(), engine.new_cache()
+        [expected] = engine.forward([more], [fresh])
+        one = engine.begin([text], [cache])
+        one.run(len(graph.ops))
+        assert cache.length == 0
+        assert_same(engine.forward([more], [cache]), [expected])
+
+        one = engine.begin([text], [cache])
+        one.run(graph.producers[keys] + 1)
+        [old] = one.read(keys)
+        assert old.shape == (1, 4 + 9, 32)
+        new = old + np.float32(1 / 3)
+        one.write(keys, [new])
+        [kept] = one.read(keys)
+        assert_same(kept, new if name == "F32" else new.astype(np.float16).astype(np.float32))
+        one.run(len(graph.ops))
+        one.finish()
+        assert cache.length == 13
+        later = engine.begin([[1]], [cache])
+        later.run(graph.producers[keys] + 1)
+        assert_same(later.read(keys)[0][:, :13], kept)
+
+
+@FORMAT
+def test_kept_values_are_readable_until_the_end(name: str) -> None:
+    engine, _ = engines(name, multi_query=True)
+    graph, lengths = engine.graph, [5, 1, 30]
+    texts = prompts(graph, lengths)
+    edges = [edge.index for edge in graph.edges]
+    one = engine.begin(texts, after_a_past(engine, lengths))
+    two = engine.begin(texts, after_a_past(engine, lengths))
+    one.keep(edges)
+    one.run(len(graph.ops))
+    for op in graph.ops:
+        two.run(op.index + 1)
+        for edge in op.outputs:
+            assert_same(one.read(edge), two.read(edge))
+    assert_same(one.read(graph.inputs["input_ids"]), np.concatenate(texts))
+    mid = graph.names["layers.0.layer_mid"]
+    one = engine.begin(texts, after_a_past(engine, lengths))
+    one.keep([mid])
+    one.run(graph.producers[mid] + 1)
+    one.write(mid, one.read(mid) * 2)
+    changed = one.read(mid)
+    one.run(len(graph.ops))
+    assert_same(one.read(mid), changed)
+
+
+def test_operations_that_are_skipped_do_not_run() -> None:
+    engine, definition = engines("F32", multi_query=False)
+    graph, lengths = engine.graph, [5, 1, 30]
+    texts = prompts(graph, lengths)
+    start, end = graph.names["layers.1.layer_input"], graph.names["layers.1.layer_output"]
+
+    def skipped(engine: Any) -> Any:
+        one = engine.begin(texts, after_a_past(engine, lengths), "all")
+        one.keep([end])
+        one.run(graph.producers[start] + 1)
+        value = one.read(start)
+        one.skip(graph.producers[end] + 1, {end: value})
+        assert_same(one.read(end), value)
+        one.run(len(graph.ops))
+        assert_same(one.read(end), value)
+        return one.read(graph.names["logits"]), value
+
+    (found, stream), (expected, _) = skipped(engine), skipped(definition)
+    assert ulps(found, expected) <= 4 * TOLERANCE
+    assert_same(engine.run_tail(end, stream), found)
+
+
+@FORMAT
+def test_the_tail_of_any_rows_is_that_of_the_step(name: str) -> None:
+    engine, _ = engines(name, multi_query=True)
+    graph, [text] = engine.graph, prompts(engine.graph, [300])
+    last = graph.hp.num_layers - 1
+    one = engine.begin([text], None, "all")
+    streams = {}
+    for value in (f"layers.{last}.layer_output", "final_norm_output"):
+        edge = graph.names[value]
+        one.run(graph.producers[edge] + 1)
+        streams[edge] = one.read(edge)
+    paused = engine.run_tail(edge, streams[edge][:1])
+    one.run(len(graph.ops))
+    logits = one.read(graph.names["logits"])
+    assert_same(paused, logits[:1])
+    for edge, rows in streams.items():
+        assert_same(engine.run_tail(edge, rows), logits)
+        assert_same(engine.run_tail(edge, np.concatenate([rows, rows])), np.concatenate([logits, logits]))
+        assert engine.run_tail(edge, rows[:0]).shape == (0, graph.hp.vocab_size)
+
+
+def test_embeddings_may_come_in() -> None:
+    engine, _ = engines("Q8_0", multi_query=True)
+    graph, rng = engine.graph, np.random.default_rng(0)
+    rows = rng.normal(0, 1, (6, graph.hp.hidden_size)).astype(np.float32)
+    [expected] = engine.forward([rows], None, "all")
+    one = engine.begin([rows], None, "all")
+    assert one.done == 1
+    assert_same(one.read(graph.names["token_embeddings"]), rows)
+    one.run(len(graph.ops))
+    assert_same(one.read(graph.names["logits"]), expected)
+
+
+def test_two_passes_under_way_do_not_meet() -> None:
+    engine, _ = engines("Q8_0", multi_query=True)
+    graph, texts = engine.graph, prompts(engine.graph, [20, 7])
+    expected = [engine.forward([text], None, "all")[0] for text in texts]
+    passes: list[NativePass] = [engine.begin([text], None, "all") for text in texts]
+    for stop in range(1, len(graph.ops) + 1):
+        for one in passes:
+            one.run(stop)
+        if stop % 7 == 0:
+            engine.forward([[1, 2, 3]])
+    for one, logits in zip(passes, expected, strict=True):
+        assert_same(one.read(graph.names["logits"]), logits)
+
+
+def test_values_of_another_shape_are_refused() -> None:
+    engine, _ = engines("F32", multi_query=True)
+    graph, [text] = engine.graph, prompts(engine.graph, [4])
+    one = engine.begin([text])
+    one.run(graph.producers[graph.names["layers.0.layer_output"]] + 1)
+    with pytest.raises(ValueError, match="reshape"):
+        one.write(graph.names["layers.0.layer_output"], np.zeros((4, 255), np.float32))
+    one = engine.begin([text])
+    keys = graph.names["layers.0.self_attn.attention_keys"]
+    one.run(graph.producers[keys] + 1)
+    for wrong in (np.zeros((1, 3, 32)), np.zeros((1, 4, 31)), np.zeros((2, 4, 32))):
+        with pytest.raises(ValueError, match=r"positions|shape"):
+            one.write(keys, [wrong])
