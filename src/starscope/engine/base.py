@@ -40,6 +40,7 @@ class Engine(Protocol):
     """
 
     name: str
+    runs_ahead: bool  # whether stopping a pass costs so much that it is worth foreseeing what will be read
     device: str
     threads: int
     graph: Graph

@@ -98,6 +98,7 @@ class NativeEngine:
     """Runs a graph with the compiled module. Implements `Engine`. `isa` is the instruction set in use."""
 
     name = "native"
+    runs_ahead = True
     edits = None
 
     def __init__(

@@ -155,8 +155,9 @@ class NativePass:
             if edge in self._keeping:
                 self._kept[edge] = [one.copy() for one in value] if isinstance(value, list) else value.copy()
 
-    def finish(self) -> None:
+    def finish(self) -> Any:
         self.batch.advance()
+        return self.logits
 
     def _pattern_op(self, edge: int) -> Op:
         producer = self.graph.producers[edge]

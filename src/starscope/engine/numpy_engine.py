@@ -99,8 +99,21 @@ def mix(_engine: NumpyEngine, _batch: Batch, _op: Op, inputs: list[Any]) -> Arra
     for p, v in zip(inputs[0], inputs[1], strict=True):
         heads, query, key = p.shape
         kv_heads, _, dim = v.shape
-        made.append((p.reshape(kv_heads, -1, key) @ v).reshape(heads, query, dim).transpose(1, 0, 2))
+        o = (p.reshape(kv_heads, -1, key) @ v).reshape(heads, query, dim)
+        if query > 1 and not np.isfinite(o.sum()):
+            _mix_again(p, v, o)
+        made.append(o.transpose(1, 0, 2))
     return np.concatenate(made)  # [rows num_heads head_dim]
+
+
+def _mix_again(p: Array, v: Array, o: Array) -> None:
+    """Rows of the result that are not finite, from what they see alone: 0 times a later infinity or NaN is not 0."""
+    heads, query, key = p.shape
+    for i in np.flatnonzero(~np.isfinite(o).all(axis=(0, 2))).tolist():
+        seen = key - query + i + 1
+        if not p[:, i, seen:].any():  # as long as nobody has written probabilities there
+            rows = p[:, i, :seen].reshape(len(v), -1, seen)
+            o[:, i] = (rows @ v[:, :seen]).reshape(heads, -1)
 
 
 def merge_heads(_engine: NumpyEngine, _batch: Batch, _op: Op, inputs: list[Any]) -> Array:
@@ -150,6 +163,7 @@ class NumpyEngine:
     """Runs a graph with NumPy alone. Implements `Engine`."""
 
     name = "numpy"
+    runs_ahead = False
     edits = None
     kernels: Mapping[str, Kernel] = KERNELS  # by the kind of op
 
@@ -269,5 +283,6 @@ class NumpyPass:
         self._values.update(values)
         self.done = stop
 
-    def finish(self) -> None:
+    def finish(self) -> Any:
         self.batch.advance()
+        return self._values[self.graph.names["logits"]]

@@ -13,10 +13,10 @@ array a sequence, without the rows of the others, where an axis is `query` or `k
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
-from starscope.engine.base import Batch
+from starscope.engine.base import Array, Batch
 from starscope.graph import Graph
 
 
@@ -49,8 +49,25 @@ class Pass(Protocol):
     def skip(self, stop: int, values: Mapping[int, Any]) -> None:
         """Let operations [done, stop) not run; `values` are the outputs of theirs that later ones read."""
 
-    def finish(self) -> None:
-        """End the step, all of whose operations have run: the caches move on."""
+    def finish(self) -> Any:
+        """End the step, all of whose operations have run: the caches move on. Gives the logits, `[wanted vocab_size]`;
+        the pass is of no use any more.
+        """
+
+
+@runtime_checkable
+class RowReader(Protocol):
+    """A pass that computes the scores or probabilities of some queries without those of the others."""
+
+    def read_rows(self, edge: int, rows: Sequence[Array]) -> list[Any]:
+        """Of each sequence `[num_heads n key]`: the queries with these numbers among its new rows, int64 `[n]`."""
+
+
+def read_rows(one: Pass, edge: int, rows: Sequence[Array]) -> list[Any]:
+    """Scores or probabilities of some queries, `[num_heads n key]` of each sequence."""
+    if isinstance(one, RowReader):
+        return one.read_rows(edge, rows)
+    return [value[:, some].copy() for value, some in zip(one.read(edge), rows, strict=True)]
 
 
 def attention_of(graph: Graph, edge: int) -> tuple[int, str] | None:

@@ -12,6 +12,7 @@ length. The three ops of attention run as one fused call wherever nobody asks fo
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -123,8 +124,29 @@ def mix(_weights: Mapping[str, Tensor], _step: Step, _op: Op, inputs: list[Any])
     for p, v in zip(inputs[0], inputs[1], strict=True):
         n, heads, query, key = p.shape
         o = (p.reshape(n, v.shape[1], -1, key) @ v).reshape(n, heads, query, -1)
-        made.append(o.transpose(1, 2).flatten(0, 1))
+
+        def alone(i: int, p: Tensor = p, v: Tensor = v, o: Tensor = o) -> Tensor:
+            seen = p.shape[3] - p.shape[2] + i + 1
+            if p[:, :, i, seen:].any():  # somebody has written probabilities there
+                return o[:, :, i]
+            rows = p[:, :, i, :seen].reshape(len(p), v.shape[1], -1, seen)
+            return (rows @ v[:, :, :seen]).reshape(len(p), p.shape[1], -1)
+
+        made.append(_again(o, alone).transpose(1, 2).flatten(0, 1))
     return torch.cat(made)  # [rows num_heads head_dim]
+
+
+def _again(o: Tensor, alone: Callable[[int], Tensor]) -> Tensor:
+    """Attention's result `[n heads query dim]`, rows that are not finite made by themselves: alone(i), `[n heads dim]`.
+
+    Rows that are made together multiply later values by 0, which gives NaN for infinities and NaN. On the CPU only:
+    looking at numbers elsewhere means to wait for them.
+    """
+    if o.shape[2] == 1 or o.device.type != "cpu" or math.isfinite(o.detach().sum().item()):
+        return o
+    finite = o.isfinite().all(3).all(1).all(0).tolist()
+    rows = [row if fine else alone(i) for i, (row, fine) in enumerate(zip(o.unbind(2), finite, strict=True))]
+    return torch.stack(rows, 2)
 
 
 def merge_heads(_weights: Mapping[str, Tensor], _step: Step, _op: Op, inputs: list[Any]) -> Tensor:
@@ -148,10 +170,10 @@ def wanted_rows(_weights: Mapping[str, Tensor], step: Step, _op: Op, inputs: lis
 KERNELS: dict[str, Kernel] = {name: globals()[name] for name in OPS}
 
 
-def fused_attention(step: Step, scale: float, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+def fused_attention(step: Step, scale: float, rows: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     """scores, softmax and mix in one call for each group: queries `[rows heads dim]` -> `[rows heads dim]`."""
     made = []
-    for group, queries, k, v in zip(step.groups, step.split(q), keys, values, strict=True):
+    for group, queries, k, v in zip(step.groups, step.split(rows), keys, values, strict=True):
         heads = queries.shape[2]
         # A key head that serves several query heads is expanded as a view, not copied.
         k, v = (
@@ -160,8 +182,14 @@ def fused_attention(step: Step, scale: float, q: Tensor, keys: list[Tensor], val
         )
         square = group.past == 0 and group.new > 1
         mask = None if square or group.new == 1 else ~_future(group, k.shape[2], k.device)
-        o = F.scaled_dot_product_attention(queries.transpose(1, 2), k, v, attn_mask=mask, is_causal=square, scale=scale)
-        made.append(o.transpose(1, 2).flatten(0, 1))
+        q = queries.transpose(1, 2)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square, scale=scale)
+
+        def alone(i: int, q: Tensor = q, k: Tensor = k, v: Tensor = v, past: int = group.past) -> Tensor:
+            k, v = k[:, :, : past + i + 1], v[:, :, : past + i + 1]
+            return F.scaled_dot_product_attention(q[:, :, i : i + 1], k, v, scale=scale)[:, :, 0]
+
+        made.append(_again(o, alone).transpose(1, 2).flatten(0, 1))
     return torch.cat(made)
 
 
@@ -174,6 +202,7 @@ class TorchEngine:
     """Runs a graph with torch. Implements `Engine`. `parameters` are the weights, by our names; tied ones once."""
 
     name = "torch"
+    runs_ahead = False
     edits = None
 
     def __init__(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from starscope.cache import Cache
-from starscope.engine.base import Batch, input_values
+from starscope.engine.base import MASKED, Array, Batch, input_values
 from starscope.engine.passes import attention_of
 from starscope.engine.torch_engine import KERNELS, Fusion, memory_errors
 
@@ -137,6 +137,25 @@ class TorchPass:
             value = self._values[edge] if fusion is None else self._pattern(fusion, edge)
             return [one[0].clone() for one in value] if isinstance(value, list) else value.clone()
 
+    def read_rows(self, edge: int, rows: Sequence[Array]) -> list[Tensor]:
+        """See `RowReader`. Without gradients nothing else is computed; with them the whole is there anyway."""
+        fusion = self._inside.get(edge)
+        if fusion is None or edge in self._beside or not self._written.isdisjoint(fusion.hidden):
+            return [whole[:, some] for whole, some in zip(self.read(edge), rows, strict=True)]
+        q, k, _ = fusion.inputs
+        scale, made = self.graph.ops[fusion.first].attrs["scale"], []
+        with self._running():
+            parts = zip(self._step.groups, self._step.split(self._values[q]), self._values[k], rows, strict=True)
+            for group, queries, keys, some in parts:
+                picked = torch.from_numpy(np.asarray(some, np.int64)).to(self.device)
+                kv_heads, key, dim = keys[0].shape
+                at = queries[0, picked].transpose(0, 1)  # [num_heads n dim]
+                s = (at.reshape(kv_heads, -1, dim) @ keys[0].transpose(-1, -2)).reshape(*at.shape[:2], key) * scale
+                future = torch.arange(key, device=self.device) > group.past + picked[:, None]
+                s = s.masked_fill(future, MASKED)
+                made.append(s if edge == fusion.hidden[0] else s.softmax(-1))
+        return made
+
     def write(self, edge: int, value: Any) -> None:
         with self._running():
             if isinstance(value, list):
@@ -166,8 +185,9 @@ class TorchPass:
         self._values.update({edge: self._as_value(value) for edge, value in values.items()})
         self.done = self._ran = stop
 
-    def finish(self) -> None:
+    def finish(self) -> Any:
         self.batch.advance()
+        return self._values[self.graph.names["logits"]]
 
     def _differentiate(self) -> None:
         """Begin the graph where values are floating point first: at the embeddings."""

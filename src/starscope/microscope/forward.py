@@ -39,18 +39,36 @@ class Served:
 class Forward:
     """One step of an engine, read and changed by edges of its graph.
 
-    `project(rows)` gives the logits of rows `[n hidden_size]` of what the output matrix reads. `grad`: values are nodes
-    of an autograd graph. `holes` are blocks that have no keys and values of earlier steps.
+    `begin()` gives a pass that has not run, the same each time. `project(rows)` gives the logits of rows
+    `[n hidden_size]` of what the output matrix reads. `grad`: values are nodes of an autograd graph. `holes` are blocks
+    that have no keys and values of earlier steps.
+
+    `expected` are the edges that will be read, as it seems, and none of them changed: the pass then runs to its end at
+    once and keeps them, which saves stopping at each. Should it be otherwise, it begins again and stops where it must.
     """
 
     def __init__(
-        self, one: Pass, edges: Edges, project: Callable[[Any], Any], *, grad: bool, holes: Collection[int]
+        self,
+        begin: Callable[[], Pass],
+        edges: Edges,
+        project: Callable[[Any], Any],
+        *,
+        grad: bool,
+        holes: Collection[int],
+        expected: Collection[int] = (),
     ) -> None:
         self.edges, self.grad = edges, grad
-        self.view = Presentation(one.batch.lengths, one.batch.pasts)
+        self._begin, self._pass = begin, begin()
+        batch = self._pass.batch
+        self.view = Presentation(batch.lengths, batch.pasts)
         self.skipped: set[int] = set()
-        self.ended = False
-        self._pass, self._project, self._holes = one, project, holes
+        self.ended, self.was_changed = False, False
+        self._project, self._holes = project, holes
+        self._done = self._pass.done  # as far as whoever reads can tell
+        self._ahead = frozenset(expected)
+        if self._ahead:
+            self._pass.keep(self._ahead)
+            self._pass.run(edges.end)
         self._served: dict[int, Served] = {}
         self._live: list[Served] = []
         self._used: list[Served] = []
@@ -62,6 +80,11 @@ class Forward:
     @property
     def caches(self) -> Sequence[Any]:
         return self._pass.batch.caches
+
+    @property
+    def was_read(self) -> frozenset[int]:
+        """The edges that were asked for, but the logits."""
+        return frozenset(self._served) - {self.edges.logits}
 
     # Reading and writing.
 
@@ -91,7 +114,7 @@ class Forward:
             return
         if served is None:
             self._check_readable(edge)
-        if facts.first_use < self._pass.done or (served is not None and served.used):
+        if facts.first_use < self._done or (served is not None and served.used):
             raise OutOfOrder(
                 f"{facts.name} was assigned after what uses it had run.",
                 hint="Assign it before reading values that come after it.",
@@ -119,8 +142,11 @@ class Forward:
         """Have values readable until the pass ends, whatever has run."""
         for edge in edges:
             self._check_readable(edge)
-        later = [edge for edge in edges if self.edges.facts[edge].made > self._pass.done]
-        self._pass.keep(later)
+        later = [edge for edge in edges if self.edges.facts[edge].made > self._done]
+        if not self._ahead.issuperset(later):
+            self._go_back()
+        if not self._ahead:
+            self._pass.keep(later)
         self._kept.update(later)
         for edge in edges:
             if edge not in later:
@@ -130,7 +156,7 @@ class Forward:
         """Let blocks first to last not run: each one's output is `value`, or else the first one's input."""
         names, facts = self.edges.graph.names, self.edges.facts
         begin, stop = self.edges.blocks[first][0], self.edges.blocks[last][1]
-        if self._pass.done > begin:
+        if self._done > begin:
             raise OutOfOrder(
                 f"blocks {first} to {last} were to be skipped after block {first} had begun.",
                 hint="Skip them before reading a value inside or behind them.",
@@ -140,9 +166,12 @@ class Forward:
         given = self.get(source) if value is None else value
         given = self._copy_of(given, f"skip_with for block {first}", self._shape(source))
         self._sync(stop)
+        self._go_back()
+        self.was_changed = True
         rows = self._for_engine(given, facts[source])
         outputs = [names[f"layers.{layer}.layer_output"] for layer in range(first, last + 1)]
         self._pass.skip(stop, dict.fromkeys(outputs, rows))
+        self._done = stop
         self.skipped.update(range(first, last + 1))
         self._given.update(outputs)
         for edge in outputs[:-1]:  # the last one's is still to be used
@@ -158,8 +187,7 @@ class Forward:
         for served in self._used:
             if served.is_changed():
                 self._refuse_late(served)
-        self._last = self._pass.read(self.edges.logits)
-        self._pass.finish()
+        self._last = self._pass.finish()
         self.ended = True
 
     def release(self) -> None:
@@ -188,11 +216,13 @@ class Forward:
         if edge == self.edges.logits:
             self._advance(self.edges.gather)
             self._see_head()
+        if edge != self.edges.logits and edge not in self._ahead:
+            self._go_back()
         self._advance(facts.made)
         rows = self._pass.read(edge)
         shown = self._with_other_rows(rows) if edge == self.edges.logits else self.view.show(rows, facts.form)
         value = self._own(shown)
-        served = Served(edge, facts, value, Watch(value), used=facts.first_use < self._pass.done)
+        served = Served(edge, facts, value, Watch(value), used=facts.first_use < self._done)
         self._hand_out(served)
         return served
 
@@ -202,16 +232,26 @@ class Forward:
 
     def _advance(self, stop: int) -> None:
         """Run operations [0, stop), those that have not; what they read was changed until now goes to them first."""
-        if stop <= self._pass.done:
+        if stop <= self._done:
             return
         for layer in self._holes:
-            if self._pass.done <= self.edges.blocks[layer][0] < stop:
+            if self._done <= self.edges.blocks[layer][0] < stop:
                 raise Unavailable(
                     f"block {layer} was skipped in an earlier step: it has no keys and values of those tokens.",
                     hint="Skip it in every step.",
                 )
         self._sync(stop)
-        self._pass.run(stop)
+        if not self._ahead:
+            self._pass.run(stop)
+        self._done = stop
+
+    def _go_back(self) -> None:
+        """Give up what was run ahead: from here on the pass stops where somebody looks."""
+        if self._ahead:
+            self._ahead = frozenset()
+            self._pass = self._begin()
+            self._pass.keep(self._kept)
+            self._pass.run(self._done)
 
     def _sync(self, stop: int) -> None:
         self._check_late()
@@ -222,8 +262,14 @@ class Forward:
                 self._live.append(served)
                 continue
             # With gradients the tensor that was handed out is the node that consumers use.
-            if self.grad or served.is_changed():
+            is_changed = served.is_changed()
+            self.was_changed |= is_changed
+            if served.edge == self.edges.logits:
+                pass  # nothing reads them but whoever chooses a token, who gets what was handed out
+            elif self.grad or is_changed:
+                self._go_back()
                 self._pass.write(served.edge, self._for_engine(served.value, served.facts))
+            if is_changed:
                 served.is_assigned = False
                 served.watch.reset()
             served.used = True
@@ -254,7 +300,7 @@ class Forward:
             return
         if (reason := self.reason(edge)) is not None:
             raise Unavailable(f"{facts.name} is not available: {reason}.")
-        if facts.last_use < self._pass.done:
+        if facts.last_use < self._done:
             raise OutOfOrder(
                 f"{facts.name} was asked for after what uses it had run.",
                 hint=f"Read it earlier, or say t.keep([{facts.name!r}]) before.",

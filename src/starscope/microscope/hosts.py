@@ -36,13 +36,15 @@ class ValueProperty:
     def __get__(self, part: Part | None, owner: type | None = None) -> Any:
         if part is None:
             return self
-        return part.scope.get(self._path(part))
+        path = part.paths.get(self.name) or self._path(part)
+        return part.scope.get(path)
 
     def __set__(self, part: Part, value: Any) -> None:
         part.scope.set(self._path(part), value)
 
     def _path(self, part: Part) -> str:
-        return f"{part.path}.{self.name}" if part.path else self.name
+        path = part.paths[self.name] = f"{part.path}.{self.name}" if part.path else self.name
+        return path
 
 
 class PairProperty(ValueProperty):
@@ -61,10 +63,10 @@ class Part:
 
     scope: Scope
     path: str
+    paths: dict[str, str]  # of the values that were asked for
 
     def __init__(self, scope: Scope, path: str) -> None:
-        object.__setattr__(self, "scope", scope)
-        object.__setattr__(self, "path", path)
+        vars(self).update(scope=scope, path=path, paths={})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -183,9 +185,11 @@ class Layers(Sequence[Block]):
 
     def __init__(self, scope: Scope, path: str = "layers") -> None:
         self._scope, self.path = scope, path
+        self._count = int(scope.hp.num_layers)
+        self._blocks: list[Block] = []
 
     def __len__(self) -> int:
-        return int(self._scope.hp.num_layers)
+        return self._count
 
     @overload
     def __getitem__(self, index: int) -> Block: ...
@@ -204,7 +208,9 @@ class Layers(Sequence[Block]):
         return block
 
     def __iter__(self) -> Iterator[Block]:
-        return (self[i] for i in range(len(self)))
+        if not self._blocks:
+            self._blocks = [self[i] for i in range(self._count)]
+        return iter(self._blocks)
 
     def __repr__(self) -> str:
         return self._scope.print_part(self.path)

@@ -9,7 +9,10 @@ import numpy as np
 
 from starscope.errors import UnsupportedError, UsageError
 from starscope.inputs import is_batch, sequences
-from starscope.microscope.hosts import ValueProperty, read_only
+from starscope.microscope.asked import Asked
+from starscope.microscope.cached import ActivationCache, Positions, run_with_cache
+from starscope.microscope.editing import Editable
+from starscope.microscope.hosts import Layers, ValueProperty, read_only
 from starscope.microscope.scope import Scope
 from starscope.microscope.tensors import as_array, as_value
 from starscope.microscope.trace import Plan, Session, Trace, current_trace
@@ -17,7 +20,7 @@ from starscope.sampling import SamplingOptions
 from starscope.values import MODEL, VALUES
 
 if TYPE_CHECKING:
-    from starscope.engine import Engine, Weights
+    from starscope.engine import Weights
     from starscope.family import HParams
     from starscope.sampling import SamplingArguments
     from starscope.tokenizer import Tokenizer
@@ -33,10 +36,9 @@ class RootValue(ValueProperty):
         model.scope.set(self.name, value)
 
 
-class Root:
+class Root(Editable):
     """What `Model` has of traces. Its values are attributes, `model.logits`, and so are its parts, `model.layers`."""
 
-    engine: Engine
     weights: Weights
     tokenizer: Tokenizer
     hparams: HParams
@@ -52,9 +54,15 @@ class Root:
     next_token_probs = RootValue("next_token_probs")
 
     @property
+    def layers(self) -> Layers:
+        """The blocks, in order."""
+        layers: Layers = self.scope.part("layers")
+        return layers
+
+    @property
     def input_size(self) -> Any:
         """[batch, seq] of the step that is traced; read-only."""
-        return current_trace(self.engine).input_size
+        return current_trace(self.scope.edges).input_size
 
     @input_size.setter
     def input_size(self, value: Any) -> None:
@@ -118,6 +126,24 @@ class Root:
         plan = Plan(self._prompts(prompt), max_new_tokens, SamplingOptions(**options), grad)
         return Trace(self.engine, self.tokenizer, self.scope.edges, self.scope.reading, plan)
 
+    def run_with_cache(
+        self, prompt: Any, names: Asked = None, *, stop_at_layer: int | None = None, rows: Positions = None
+    ) -> tuple[Any, ActivationCache]:
+        """Run a prompt (or a list of them, as for `trace`) and keep the values that are named, and those alone.
+
+        `names`: one, a pattern (`layers.*.layer_output`), a list of both, a function of a name, or None for every
+        standard value. `stop_at_layer`: the blocks before this one run and nothing else does; there are no logits then.
+        `rows`: the positions to keep, -1 the last one, along `seq` and `query`; of scores and patterns the other
+        queries are not even computed where the engine can leave them out.
+
+        Returns the logits `[batch seq vocab_size]` of those positions and the values by name. Raises TraceError for a
+        name that is none and, before anything runs, DoesNotFitError when what is to be kept does not fit into memory.
+        """
+        logits, cache = run_with_cache(self.scope, self._prompts(prompt), names, stop_at_layer, rows)
+        if logits is None:
+            return None, cache
+        return (cache["logits"] if "logits" in cache else as_value(logits)), cache
+
     def _prompts(self, prompt: Any) -> list[Any]:
         """Ids or embeddings of every prompt."""
         if isinstance(prompt, str):
@@ -146,7 +172,7 @@ class Root:
         first, last = start % count, end % count
         if first > last:
             raise UsageError(f"layers {start} to {end} are no range; expected the first before the last.")
-        current_trace(self.engine).skip(first, last, skip_with)
+        current_trace(self.scope.edges).skip(first, last, skip_with)
 
     def skip_layer(self, layer: int, skip_with: Any = None) -> None:
         """`skip_layers(layer, layer)`."""

@@ -51,11 +51,24 @@ def as_value(array: Any) -> Any:
     """A NumPy array, or a torch tensor, as what traces hand out; it shares the array's numbers."""
     if not isinstance(array, np.ndarray):
         return array.as_subclass(torch_value())
-    if not has_torch():
-        return array.view(ArrayValue)
+    from_numpy = _from_numpy()
+    return array.view(ArrayValue) if from_numpy is None else from_numpy(array).as_subclass(torch_value())
+
+
+@functools.cache
+def _without_subclass() -> Any:
     import torch
 
-    return torch.from_numpy(array).as_subclass(torch_value())
+    return torch._C.DisableTorchFunctionSubclass
+
+
+@functools.cache
+def _from_numpy() -> Any:
+    if not has_torch():
+        return None
+    import torch
+
+    return torch.from_numpy
 
 
 class Watch:
@@ -71,12 +84,10 @@ class Watch:
         if isinstance(value, np.ndarray):
             self._array = value.view(np.ndarray)
         else:
-            import torch
-
-            with torch._C.DisableTorchFunctionSubclass():
+            with _without_subclass()():
                 self.counter = value.detach()  # counts changes together with `value`, and is no subclass
-                if self.counter.device.type == "cpu":
-                    self._array = self.counter.numpy()
+            if self.counter.device.type == "cpu":
+                self._array = self.counter.numpy()
         self.reset()
 
     def reset(self) -> None:

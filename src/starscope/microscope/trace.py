@@ -12,6 +12,7 @@ Leaving the block runs the rest; an exception leaves nothing behind.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from starscope.engine import Engine
+from starscope.engine.edited import change_rows, changes_of_others
 from starscope.errors import (
     ContextOverflowError,
     DoesNotFitError,
@@ -31,7 +33,7 @@ from starscope.errors import (
     UsageError,
     ValueShapeError,
 )
-from starscope.machine import memory
+from starscope.machine import free_memory
 from starscope.microscope.edges import Edges
 from starscope.microscope.forward import Forward
 from starscope.microscope.tensors import Watch, as_array, as_value, has_torch
@@ -39,6 +41,8 @@ from starscope.sampling import SamplingOptions, make_sampler
 
 if TYPE_CHECKING:
     from starscope.cache import Cache
+    from starscope.engine.base import EditRows
+    from starscope.engine.passes import Pass
     from starscope.microscope.names import Reading
     from starscope.tokenizer import Tokenizer
 
@@ -46,14 +50,14 @@ if TYPE_CHECKING:
 _ENTERED: ContextVar[tuple[Trace, ...]] = ContextVar("entered", default=())
 
 
-def entered_trace(engine: Engine) -> Trace | None:
-    """The innermost trace of a model, if there is one."""
-    return next((trace for trace in reversed(_ENTERED.get()) if trace.engine is engine), None)
+def entered_trace(edges: Edges) -> Trace | None:
+    """The innermost trace of a model, known by its edges, if there is one."""
+    return next((trace for trace in reversed(_ENTERED.get()) if trace.edges is edges), None)
 
 
-def current_trace(engine: Engine) -> Trace:
+def current_trace(edges: Edges) -> Trace:
     """The innermost trace of a model; OutsideTrace when there is none."""
-    if (trace := entered_trace(engine)) is not None:
+    if (trace := entered_trace(edges)) is not None:
         return trace
     raise OutsideTrace(
         "a value of the forward pass was asked for outside a trace.",
@@ -184,6 +188,7 @@ class Trace:
         self._holes: set[int] = set()
         self._forward: Forward | None = None
         self._step_ended = False
+        self._expected: frozenset[int] = frozenset()
         self._inputs = Inputs(self._prompts, [0] * len(plan.prompts), self._pad)
         self._state = "new"  # then entered, stopped or done
         self._check_memory()
@@ -359,6 +364,9 @@ class Trace:
                 hint="Change it before reading values.",
             )
         self._caches = forward.caches
+        # What was only read in this step will be read in the next, as it seems.
+        may_run_ahead = self.engine.runs_ahead and not forward.was_changed and not self._holes
+        self._expected = forward.was_read if may_run_ahead else frozenset()
         self._holes |= forward.skipped
         if self.plan.max_new_tokens is not None:
             self._choose(as_array(forward.next_logits()))
@@ -442,9 +450,25 @@ class Trace:
         if self.step == 0:
             self._prompts = sequences
         options = {"grad": True} if self.plan.grad else {}
-        one = self.engine.begin(sequences, self._caches, "last", **options)
-        project = lambda rows: self.engine.run_tail(self.edges.head, rows)  # noqa: E731
-        return Forward(one, self.edges, project, grad=self.plan.grad, holes=self._holes)
+        others: list[EditRows] = []  # edits of logits, in the rows that are not the last
+
+        def begin() -> Pass:
+            one = self.engine.begin(sequences, self._caches, "last", **options)
+            if self.engine.edits is not None:
+                others[:] = changes_of_others(self.engine.edits, self.edges.graph, one.batch)
+            return one
+
+        def project(rows: Any) -> Any:
+            return functools.reduce(change_rows, others, self.engine.run_tail(self.edges.head, rows))
+
+        return Forward(
+            begin,
+            self.edges,
+            project,
+            grad=self.plan.grad,
+            holes=self._holes,
+            expected=self._expected,
+        )
 
     def _check_memory(self) -> None:
         """A prompt is one piece: DoesNotFitError, before anything runs, when its values need more than is free."""
@@ -455,9 +479,7 @@ class Trace:
         if self.engine.device != "cpu":
             return
         sizes = {"rows": sum(lengths), "wanted": len(lengths), "query": max(lengths), "key": max(lengths)}
-        found = memory()
-        free = min(size for size in (found["available"], found["cgroup_limit"], 1 << 62) if size is not None)
-        needed = graph.peak_bytes(sizes)
+        needed, free = graph.peak_bytes(sizes), free_memory()
         if needed > free:
             raise DoesNotFitError(
                 f"a trace runs a prompt in one piece: {sum(lengths)} tokens need {needed / 1e9:.1f} GB; "
