@@ -1,8 +1,8 @@
 // What one instruction set offers the engine besides attention: products with panels, and the small steps between them.
 //
-// A linear layer takes its rows in tiles of kTileRows, the last with what is left. `prepare` lays one float32 row out
-// in its place in a tile: int8 blocks of 32 with a scale each for quantized weights, the numbers themselves for float
-// ones. `multiply` gives the products of the rows of a tile with one panel; `finish` adds the bias and what else
+// A linear layer takes its rows in tiles of kTileRows, the last with what is left. `prepare` lays float32 rows out
+// in their places in a tile: int8 blocks of 32 with a scale each for quantized weights, the numbers themselves for
+// float ones. `multiply` gives the products of the rows of a tile with one panel; `finish` adds the bias and what else
 // follows. The sum over the columns has one order for each row, whatever the other rows are: block by block for
 // quantized weights (within a block sums are of integers, exact), column by column for float ones.
 #pragma once
@@ -54,7 +54,9 @@ struct ComputeKernels {
     LayerNorm layer_norm;
     void (*add)(const float* a, const float* b, float* y, size_t count);
     void (*activate)(Activation activation, const float* x, float* y, size_t count);
-    void (*prepare)(const PanelType& type, const float* x, size_t cols, size_t row, size_t rows, uint8_t* tile);
+    // `count` rows into places row .. row+count-1 of a tile of `rows`.
+    void (*prepare)(const PanelType& type, const float* const* x, size_t count, size_t cols, size_t row, size_t rows,
+                    uint8_t* tile);
     // products[panel][row][16] of a tile with `panels` panels, panel_bytes apart.
     void (*multiply)(const PanelType& type, const uint8_t* panel, size_t panel_bytes, size_t panels, size_t cols,
                      const uint8_t* tile, size_t rows, float* products);

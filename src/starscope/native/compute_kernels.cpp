@@ -73,32 +73,54 @@ void activate(Activation activation, const float* x, float* y, size_t count) {
 }
 
 // scale = max|x| / 127; quant = x / scale to nearest, ties to even. What is not finite gives a scale that is not.
-void prepare_int8(const PanelType& type, const float* x, size_t blocks, size_t row, size_t rows, uint8_t* tile) {
+// Block by block, so that what lies together is written together.
+void prepare_int8(const PanelType& type, const float* const* x, size_t count, size_t blocks, size_t row, size_t rows,
+                  uint8_t* tile) {
     int8_t* quants = reinterpret_cast<int8_t*>(tile) + row * 32;
     float* scales = reinterpret_cast<float*>(tile + blocks * rows * 32) + row;
     int32_t* starts = reinterpret_cast<int32_t*>(tile + blocks * rows * 36) + 2 * row;
     const int offset = weight_offset(type.type_id);
     const bool minima = type.type_id == kQ4_K || type.type_id == kQ5_K, halves = type.type_id == kQ6_K;
-    for (size_t b = 0; b < blocks; ++b, x += 32, quants += rows * 32, scales += rows, starts += 2 * rows) {
-        const float scale = float_of(largest_magnitude(x)) / 127.0f;
-        const float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
-        const int32_t first = quantize(x, inverse, quants), second = quantize(x + 16, inverse, quants + 16);
-        *scales = scale;
-        if (minima) {
-            starts[0] = static_cast<int32_t>(bits_of(scale * static_cast<float>(first + second)));
-        } else if (halves) {
-            starts[0] = -offset * first;
-            starts[1] = -offset * second;
-        } else {
-            starts[0] = -offset * (first + second);
+    for (size_t b = 0; b < blocks; ++b, quants += rows * 32, scales += rows, starts += 2 * rows) {
+        for (size_t r = 0; r < count; ++r) {
+            const float* values = x[r] + 32 * b;
+            const float scale = float_of(largest_magnitude(values)) / 127.0f;
+            const HalfSums sums = quantize(values, scale == 0.0f ? 0.0f : 1.0f / scale, quants + 32 * r);
+            scales[r] = scale;
+            if (minima) {
+                starts[2 * r] = static_cast<int32_t>(bits_of(scale * static_cast<float>(sums.first + sums.second)));
+            } else if (halves) {
+                starts[2 * r] = -offset * sums.first;
+                starts[2 * r + 1] = -offset * sums.second;
+            } else {
+                starts[2 * r] = -offset * (sums.first + sums.second);
+            }
         }
     }
 }
 
-void prepare(const PanelType& type, const float* x, size_t cols, size_t row, size_t rows, uint8_t* tile) {
-    if (!type.is_float) return prepare_int8(type, x, cols / 32, row, rows, tile);
-    float* out = reinterpret_cast<float*>(tile) + row;
-    for (size_t c = 0; c < cols; ++c) out[c * rows] = x[c];
+void prepare_floats(const float* const* x, size_t count, size_t cols, size_t row, size_t rows, float* tile) {
+    const size_t fours = cols / 4 * 4;
+    size_t r = 0;
+    for (; r + 4 <= count; r += 4) {
+        float* out = tile + row + r;
+        for (size_t c = 0; c < fours; c += 4) transpose(x + r, c, out + c * rows, rows);
+        for (size_t c = fours; c < cols; ++c) {
+            for (size_t i = 0; i < 4; ++i) out[c * rows + i] = x[r + i][c];
+        }
+    }
+    for (; r < count; ++r) {
+        for (size_t c = 0; c < cols; ++c) tile[c * rows + row + r] = x[r][c];
+    }
+}
+
+void prepare(const PanelType& type, const float* const* x, size_t count, size_t cols, size_t row, size_t rows,
+             uint8_t* tile) {
+    if (type.is_float) {
+        prepare_floats(x, count, cols, row, rows, reinterpret_cast<float*>(tile));
+    } else {
+        prepare_int8(type, x, count, cols / 32, row, rows, tile);
+    }
 }
 
 void finish(const float* products, size_t panel_stride, size_t rows, size_t cols, const Epilogue& epilogue, float* out,

@@ -23,6 +23,8 @@ constexpr size_t kProducts = kMostPanels * kPanelRows * kFewRows;  // floats; >=
 
 size_t clamp(size_t value, size_t low, size_t high) { return std::max(low, std::min(value, high)); }
 
+size_t normed_floats(const Instruction& i, const Matrix& m) { return i.norm_weight < 0 ? 0 : kTileRows * m.cols; }
+
 size_t tile_count(size_t rows) { return (rows + kTileRows - 1) / kTileRows; }
 
 }  // namespace
@@ -59,7 +61,7 @@ Code Program::compile(std::vector<Instruction> instructions, std::vector<size_t>
         }
         if (i.kind != kLinear) continue;
         const Matrix& m = matrices_[i.matrix];
-        prepared = std::max(prepared, tile_bytes(*m.type, m.cols, kFewRows) + m.cols * sizeof(float));
+        prepared = std::max(prepared, tile_bytes(*m.type, m.cols, kFewRows) + normed_floats(i, m) * sizeof(float));
         code.part_bytes = std::max(code.part_bytes, compute_.part_bytes(*m.type, std::min(kPartCols, m.cols)));
     }
     code.part_at = (kProducts * sizeof(float) + prepared + 63) / 64 * 64;
@@ -185,18 +187,23 @@ void Program::gather(const Instruction& i, const Step& step) {
     }
 }
 
-void Program::prepare_row(const Instruction& i, const Step& step, const Matrix& matrix, size_t row, uint8_t* tiles,
-                          int thread, bool keep) {
-    const float* x = at(i.a, i.gather ? step.wanted[row] : row);
-    if (i.norm_weight >= 0) {
-        float* normed = reinterpret_cast<float*>(private_[thread].data()) + kProducts;
-        compute_.layer_norm(x, matrix.cols, i.epsilon, vector(i.norm_weight), vector(i.norm_bias), normed);
-        if (keep && i.norm_out.exists()) memcpy(at(i.norm_out, row), normed, matrix.cols * sizeof(float));
-        x = normed;
+// Rows of one tile.
+void Program::prepare_rows(const Instruction& i, const Step& step, size_t first, size_t count, uint8_t* tiles,
+                           int thread, bool keep) {
+    const Matrix& m = matrices_[i.matrix];
+    const float* x[kTileRows];
+    float* normed = reinterpret_cast<float*>(private_[thread].data()) + kProducts;
+    for (size_t r = 0; r < count; ++r, normed += m.cols) {
+        const size_t row = first + r;
+        x[r] = at(i.a, i.gather ? step.wanted[row] : row);
+        if (i.norm_weight < 0) continue;
+        compute_.layer_norm(x[r], m.cols, i.epsilon, vector(i.norm_weight), vector(i.norm_bias), normed);
+        if (keep && i.norm_out.exists()) memcpy(at(i.norm_out, row), normed, m.cols * sizeof(float));
+        x[r] = normed;
     }
-    const size_t first = row / kTileRows * kTileRows, rows = std::min(kTileRows, rows_of(i, step) - first);
-    uint8_t* tile = tiles + row / kTileRows * tile_bytes(*matrix.type, matrix.cols, kTileRows);
-    compute_.prepare(*matrix.type, x, matrix.cols, row - first, rows, tile);
+    const size_t tile = first / kTileRows, rows = std::min(kTileRows, rows_of(i, step) - tile * kTileRows);
+    compute_.prepare(*m.type, x, count, m.cols, first - tile * kTileRows, rows,
+                     tiles + tile * tile_bytes(*m.type, m.cols, kTileRows));
 }
 
 void Program::linear(const Instruction& i, const Step& step, int thread) {
@@ -204,10 +211,14 @@ void Program::linear(const Instruction& i, const Step& step, int thread) {
     const size_t rows = rows_of(i, step);
     uint8_t* tiles = tiles_.data();
     if (rows <= kFewRows) {
-        tiles = private_[thread].data() + (kProducts + m.cols) * sizeof(float);
-        for (size_t r = 0; r < rows; ++r) prepare_row(i, step, m, r, tiles, thread, thread == 0);
+        tiles = private_[thread].data() + (kProducts + normed_floats(i, m)) * sizeof(float);
+        prepare_rows(i, step, 0, rows, tiles, thread, thread == 0);
     } else {
-        for (size_t r; (r = team_.take(1)) < rows;) prepare_row(i, step, m, r, tiles, thread, true);
+        // Of many rows whole tiles: threads that write to the same lines of memory would wait for one another.
+        const size_t at_once = rows >= kManyRows ? kTileRows : 1;
+        for (size_t r; (r = team_.take(at_once)) < rows;) {
+            prepare_rows(i, step, r, std::min(at_once, rows - r), tiles, thread, true);
+        }
         team_.barrier();
     }
 

@@ -154,8 +154,8 @@ class Program {
     void gather(const Instruction& i, const Step& step);
     void linear(const Instruction& i, const Step& step, int thread);
     void attend(const Instruction& i, const Step& step, int thread);
-    void prepare_row(const Instruction& i, const Step& step, const Matrix& matrix, size_t row, uint8_t* tiles,
-                     int thread, bool keep);
+    void prepare_rows(const Instruction& i, const Step& step, size_t first, size_t count, uint8_t* tiles, int thread,
+                      bool keep);
     float* at(const View& view, size_t row) const { return bases_[view.slot] + row * widths_[view.slot] + view.column; }
     const float* vector(int index) const { return index < 0 ? nullptr : vectors_[index].data(); }
     void reserve(const Code& code, Buffers& buffers, size_t first, size_t last, const Step& step);
@@ -172,7 +172,7 @@ class Program {
     float* patterns_ = nullptr;
     size_t part_at_ = 0, part_bytes_ = 0;  // the unpacked part of a panel, and sums of several panels and tiles
     Memory tiles_, attention_scratch_;
-    std::vector<Memory> private_;  // of each thread: products, a normalized row, few prepared rows; then for many rows
+    std::vector<Memory> private_;  // of each thread: products, normalized rows, few prepared rows; then for many rows
 };
 
 // Rows that an instruction writes.

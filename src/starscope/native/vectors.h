@@ -34,6 +34,28 @@ inline int32_t load32(const void* bytes) {
     return word;
 }
 
+// Sums of the quants of a block's first and second sixteen columns.
+struct HalfSums {
+    int32_t first, second;
+};
+
+// Four columns of four rows, the columns `stride` apart.
+inline void transpose(const float* const* x, size_t col, float* out, size_t stride) {
+#if defined(__AVX2__)
+    __m128 a = _mm_loadu_ps(x[0] + col), b = _mm_loadu_ps(x[1] + col), c = _mm_loadu_ps(x[2] + col),
+           d = _mm_loadu_ps(x[3] + col);
+    _MM_TRANSPOSE4_PS(a, b, c, d);
+    _mm_storeu_ps(out, a);
+    _mm_storeu_ps(out + stride, b);
+    _mm_storeu_ps(out + 2 * stride, c);
+    _mm_storeu_ps(out + 3 * stride, d);
+#else
+    for (size_t i = 0; i < 4; ++i) {
+        for (size_t r = 0; r < 4; ++r) out[i * stride + r] = x[r][col + i];
+    }
+#endif
+}
+
 #if defined(__AVX512VNNI__)
 
 constexpr size_t kMostRows = 12;      // of a product at once: their sums fill the registers
@@ -84,13 +106,20 @@ inline uint32_t largest_magnitude(const float* x) {
                   b = _mm512_and_si512(_mm512_loadu_si512(x + 16), mask);
     return _mm512_reduce_max_epu32(_mm512_max_epu32(a, b));
 }
-// Sixteen numbers times `inverse`, to the nearest integers within +-127; gives their sum.
-inline int32_t quantize(const float* x, float inverse, int8_t* out) {
-    const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps(inverse)), limit = _mm512_set1_ps(127.0f);
-    const __m512 clipped = _mm512_max_ps(_mm512_min_ps(scaled, limit), _mm512_set1_ps(-127.0f));
-    const __m512i q = _mm512_cvtps_epi32(clipped);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(q));
-    return _mm512_reduce_add_epi32(q);
+inline __m128i quantized(const float* x, __m512 by) {
+    const __m512 limit = _mm512_set1_ps(127.0f), scaled = _mm512_mul_ps(_mm512_loadu_ps(x), by);
+    return _mm512_cvtepi32_epi8(
+        _mm512_cvtps_epi32(_mm512_max_ps(_mm512_min_ps(scaled, limit), _mm512_set1_ps(-127.0f))));
+}
+// 32 numbers times `inverse`, to the nearest integers within +-127; gives the sums of both halves.
+inline HalfSums quantize(const float* x, float inverse, int8_t* out) {
+    const __m512 by = _mm512_set1_ps(inverse);
+    const __m256i q = _mm256_set_m128i(quantized(x + 16, by), quantized(x, by));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), q);
+    const __m256i fours = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), q);
+    const __m256i eights = _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0x4e));
+    const __m256i all = _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0xb1));
+    return {_mm256_cvtsi256_si32(all), _mm_cvtsi128_si32(_mm256_extracti128_si256(all, 1))};
 }
 
 inline Quants load_quants(const void* at) { return _mm512_loadu_si512(at); }
@@ -207,7 +236,7 @@ inline __m256i quantized(__m256 x, __m256 inverse) {
     const __m256 limited = _mm256_min_ps(_mm256_mul_ps(x, inverse), _mm256_set1_ps(127.0f));
     return _mm256_cvtps_epi32(_mm256_max_ps(limited, _mm256_set1_ps(-127.0f)));
 }
-inline int32_t quantize(const float* x, float inverse, int8_t* out) {
+inline int32_t quantize_half(const float* x, float inverse, int8_t* out) {
     const __m256 by = _mm256_set1_ps(inverse);
     const __m256i a = quantized(_mm256_loadu_ps(x), by), b = quantized(_mm256_loadu_ps(x + 8), by);
     const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
@@ -371,7 +400,7 @@ inline uint32_t largest_magnitude(const float* x) {
     }
     return largest;
 }
-inline int32_t quantize(const float* x, float inverse, int8_t* out) {
+inline int32_t quantize_half(const float* x, float inverse, int8_t* out) {
     int32_t sum = 0;
     for (int i = 0; i < 16; ++i) {
         const float scaled = x[i] * inverse, low = scaled > -127.0f ? scaled : -127.0f,
@@ -423,6 +452,12 @@ inline Sums add_products(Sums sums, const Quants& q, int32_t word) {
 #endif
 
 // What is built of these, the same for all.
+
+#if !defined(__AVX512VNNI__)
+inline HalfSums quantize(const float* x, float inverse, int8_t* out) {
+    return {quantize_half(x, inverse, out), quantize_half(x + 16, inverse, out + 16)};
+}
+#endif
 
 inline Lanes polynomial(Lanes x, const float* coefficients, int degree) {
     Lanes p = repeated(coefficients[degree]);
