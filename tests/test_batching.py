@@ -30,6 +30,8 @@ class CountingEngine:
     name = "counting"
     device = "cpu"
 
+    edits = None
+
     def __init__(self, context_length: int = 4096) -> None:
         self.context_length = context_length
         self.steps: list[list[list[int]]] = []

@@ -26,6 +26,8 @@ class ScriptedEngine:
     name = "scripted"
     device = "cpu"
 
+    edits = None
+
     def __init__(self, script: Sequence[int], context_length: int = 4096) -> None:
         self.script, self.context_length = list(script), context_length
         self.steps: list[list[int]] = []

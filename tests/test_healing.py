@@ -58,6 +58,7 @@ class RandomEngine:
     """An engine whose logits are random numbers."""
 
     name, device, context_length = "random", "cpu", 4096
+    edits = None
 
     def __init__(self, size: int, seed: int) -> None:
         self.size, self.rng = size, np.random.default_rng(seed)

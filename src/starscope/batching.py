@@ -58,9 +58,8 @@ def generate_batch(
     while waiting or rows:
         while waiting and len(rows) < MOST_ROWS:
             i, ids = waiting.pop()
-            rows[i] = Continuation(
-                tokenizer, ids, idle.pop() if idle else engine.new_cache(), asked, begins[i] if begins else b""
-            )
+            cache, begin = idle.pop() if idle else engine.new_cache(), begins[i] if begins else b""
+            rows[i] = Continuation(tokenizer, ids, cache, asked, begin, row=i, edits=engine.edits)
         _step(engine, list(rows.values()))
         for i in [i for i, text in rows.items() if text.ended]:
             text = rows.pop(i)

@@ -24,6 +24,7 @@ from starscope.sampling import Choice, Logits, SamplingOptions, every_token, mak
 if TYPE_CHECKING:
     from starscope.cache import Cache
     from starscope.engine import Engine
+    from starscope.engine.base import StepEdits
     from starscope.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length"]
@@ -175,7 +176,7 @@ def generate(
     asked = make_options(tokenizer, max_new_tokens, options, stop, stop_ids, logprobs)
     cache = engine.new_cache() if cache is None else cache
     ids = check_prompt(tokenizer, prompt_ids, cache.context_length)
-    return _pieces(engine, Continuation(tokenizer, ids, cache, asked, begin), load_s)
+    return _pieces(engine, Continuation(tokenizer, ids, cache, asked, begin, edits=engine.edits), load_s)
 
 
 def make_options(
@@ -255,13 +256,17 @@ class Continuation:
         cache: Cache,
         options: GenerationOptions,
         begin: bytes = b"",
+        *,
+        row: int = 0,
+        edits: StepEdits | None = None,
     ) -> None:
         self.cache, self.ended = cache, False
         self._tokenizer, self._owed = tokenizer, begin  # owed: what the text must still repeat of the prompt
         if begin and not tokenizer.agreeing_ids(begin):
             raise UsageError(f"no tokens of the vocabulary write {begin!r}; expected the bytes of one of them.")
         self._prompt_ids, self._options = prompt_ids, options
-        self._kept = cache.reuse(prompt_ids)
+        under = None if edits is None else edits.key(len(prompt_ids), row)
+        self._kept = cache.reuse(prompt_ids, row=row, under=under)
         self._sampler, self._detokenizer = make_sampler(options.sampling, prompt_ids), tokenizer.stream()
         self._scanner = StopScanner(options.stop)
         self._tokens: list[int] = []

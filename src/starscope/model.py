@@ -44,7 +44,8 @@ from starscope.hub import fetch_model, find_name
 from starscope.infill import FimOrder, InfillArguments, InfillPrompt
 from starscope.inputs import is_batch, sequences, token_ids
 from starscope.mapping import map_checkpoint
-from starscope.microscope import Root, Scope
+from starscope.microscope import Edit, Root, Scope
+from starscope.microscope.editing import edited
 from starscope.sampling import SAMPLERS, SamplingArguments, SamplingOptions, check_tokens
 from starscope.tokenizer import Token, Tokenizer
 
@@ -65,12 +66,19 @@ class Model(Root):
         notes: Sequence[str] = (),
         load_s: float = 0.0,
     ) -> None:
-        self.path, self.weights, self.tokenizer, self.engine = path, weights, tokenizer, engine
-        self.graph = engine.graph
+        self.path, self.weights, self.tokenizer, self.graph = path, weights, tokenizer, engine.graph
         self.family, self.hparams = self.graph.family, self.graph.hp
         self.notes, self.load_s = list(notes), load_s
         self._idle_cache: Cache | None = None
         self.scope = Scope(engine, weights, tokenizer)
+
+    def with_edits(self, edits: Edit | Sequence[Edit]) -> Model:
+        """This model under edits, as another: the engine and the weights are shared and stay as they are.
+
+        UsageError for an edit that the model cannot have.
+        """
+        engine = edited(self.scope.engine, edits, self.scope)
+        return Model(self.path, self.weights, self.tokenizer, engine, self.notes, self.load_s)
 
     def __repr__(self) -> str:
         shape = f"{self.family.name}, {self.num_layers} × {self.hidden_size}"

@@ -150,6 +150,7 @@ def _group_nats(engine: Engine, group: Sequence[Window]) -> float:
 def _window_nats(engine: Engine, window: Window, rows: int) -> float:
     """The summed loss of one window, run at most `rows` tokens at a time."""
     cache, ids = engine.new_cache(), window.ids[:-1]
+    cache.prompt_length = len(ids)
     before = len(ids) - window.scored
     for start in range(0, before, rows):
         engine.forward([ids[start : min(start + rows, before)]], [cache], "last")

@@ -25,7 +25,7 @@ class EditedPass:
 
     def __init__(self, one: Pass, edits: StepEdits) -> None:
         self.graph, self.batch, self.is_torch = one.graph, one.batch, one.is_torch
-        self.inner = one
+        self.inner, self.done = one, one.done
         self._changes: dict[int, dict[int, Sequence[EditRows]]] = {}  # made -> edge -> changes
         for edge, changes in edits.of_step(one.batch, 0, len(one.batch.positions)).items():
             producer = one.graph.producers[edge]
@@ -34,16 +34,13 @@ class EditedPass:
         for made in [made for made in self._changes if made <= one.done]:  # given instead of made: embeddings
             self._change(made)
 
-    @property
-    def done(self) -> int:
-        return self.inner.done
-
     def run(self, stop: int) -> None:
         for made in sorted(made for made in self._changes if self.done < made <= stop):
             self.inner.run(made)
             self._change(made)
-        if self.done < stop:
+        if self.inner.done < stop:
             self.inner.run(stop)
+        self.done = stop
 
     def _change(self, made: int) -> None:
         for edge, changes in self._changes[made].items():
@@ -60,6 +57,7 @@ class EditedPass:
 
     def skip(self, stop: int, values: Mapping[int, Any]) -> None:
         self.inner.skip(stop, values)
+        self.done = stop
 
     def finish(self) -> None:
         self.inner.finish()
@@ -94,11 +92,12 @@ def changed(graph: Graph, batch: Batch, edge: int, value: Any, changes: Sequence
         elif change.heads:
             _change_patterns(batch, value, change)
         else:
-            value = _change_rows(value, change)
+            value = change_rows(value, change)
     return value
 
 
-def _change_rows(value: Any, change: EditRows) -> Any:
+def change_rows(value: Any, change: EditRows) -> Any:
+    """Rows of a value that nobody else has, changed."""
     flat = value.reshape(len(value), -1)
     cols = slice(change.first_col, change.first_col + change.cols)
     rows = _like(change.rows, flat)
@@ -168,7 +167,7 @@ class EditedEngine:
     def __init__(self, engine: Engine, edits: StepEdits) -> None:
         self.inner, self.edits = engine, edits
         self.name, self.device, self.threads = engine.name, engine.device, engine.threads
-        self.graph, self.context_length = engine.graph, engine.context_length
+        self.graph, self.context_length, self.runs_ahead = engine.graph, engine.context_length, engine.runs_ahead
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":
@@ -201,15 +200,16 @@ class EditedEngine:
         return self.inner.run_tail(edge, rows)
 
 
-def edit_other_logits(edits: StepEdits, graph: Graph, batch: Batch, logits: Any) -> Any:
-    """Logits `[n·(seq-1) vocab_size]` of all but the last rows of n padded sequences, edited as the last ones are."""
+def changes_of_others(edits: StepEdits, graph: Graph, batch: Batch) -> list[EditRows]:
+    """Edits of logits in all but the last rows of n sequences, padded, one by one: `[n·(seq-1) vocab_size]`."""
     longest, total = max(batch.lengths) - 1, len(batch.positions)
     every = replace(batch, wanted=np.arange(total), wanted_lengths=list(batch.lengths))
     place = np.full(total, -1)  # of each row of the batch, among the padded ones; -1: a last row
     for i, (start, length) in enumerate(zip(batch.starts, batch.lengths, strict=False)):
         place[start : start + length - 1] = i * longest + np.arange(longest - length + 1, longest)
+    made = []
     for change in edits.of_step(every, 0, total).get(graph.names["logits"], ()):
         kept = place[change.rows] >= 0
         values = change.values if len(change.values) == 1 else change.values[kept]
-        logits = _change_rows(logits, change._replace(rows=place[change.rows][kept], values=values))
-    return logits
+        made.append(change._replace(rows=place[change.rows][kept], values=values))
+    return made

@@ -6,9 +6,10 @@ with model.trace("def add(a, b):") as t:
     logits = model.logits
 """
 
+from starscope.microscope.edits import Edit
 from starscope.microscope.root import Root
 from starscope.microscope.scope import Scope
 from starscope.microscope.tensors import save
 from starscope.microscope.trace import Trace
 
-__all__ = ["Root", "Scope", "Trace", "save"]
+__all__ = ["Edit", "Root", "Scope", "Trace", "save"]

@@ -103,7 +103,7 @@ class Scope:
 
     def get(self, name: str) -> Any:
         """A value in the trace that is entered."""
-        return self.read(current_trace(self.engine), self.reading(name))
+        return self.read(current_trace(self.edges), self.reading(name))
 
     def read(self, trace: Trace, reading: Reading) -> Any:
         if reading.name == "input_ids":
@@ -119,7 +119,7 @@ class Scope:
         reading = self.reading(name)
         if reading.name == "next_token_probs":
             raise AttributeError(f"{name} is derived and read-only; assign model.logits instead.")
-        trace = current_trace(self.engine)
+        trace = current_trace(self.edges)
         if reading.name in ("input_ids", "attention_mask"):
             setattr(trace, reading.name, value)
         elif reading.edge is not None and reading.rest is None:
@@ -150,7 +150,7 @@ class Scope:
         return support_of(self.names, self._reason, path)
 
     def _reason(self, edge: int) -> str | None:
-        trace = entered_trace(self.engine)
+        trace = entered_trace(self.edges)
         return None if trace is None else trace.reason(edge)
 
     def print_part(self, path: str) -> str:
