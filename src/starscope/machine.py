@@ -10,6 +10,8 @@ import os
 import platform
 from pathlib import Path
 
+UNKNOWN_MEMORY = 1 << 62  # bytes, where nothing says how much there is
+
 
 def usable_cores() -> int:
     """The cores to compute on: physical ones within the process's affinity, no more than the container's share."""
@@ -59,6 +61,12 @@ def memory() -> dict[str, int | None]:
     if limit is not None and total is not None and limit >= total:  # v1 writes "no limit" as a huge number
         limit = None
     return {"total": total, "available": table.get("MemAvailable"), "cgroup_limit": limit}
+
+
+def free_memory() -> int:
+    """Bytes that may be used now, as far as the system and the container say."""
+    found = memory()
+    return min(size for size in (found["available"], found["cgroup_limit"], UNKNOWN_MEMORY) if size is not None)
 
 
 def cpu_model() -> str:

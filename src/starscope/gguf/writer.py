@@ -183,6 +183,18 @@ def _text(data: bytes) -> bytes:
 # Where it goes
 
 
+@contextlib.contextmanager
+def atomic_output(
+    path: str | os.PathLike[str], total: int, *, force: bool = False
+) -> Iterator[Callable[[memoryview | bytes], None]]:
+    """A file of `total` bytes of any format, written piece by piece with what is given; raises as `write_gguf` does.
+
+    It appears under `path` at the end of the block, or never when the block fails.
+    """
+    with _atomic_output(_target(Path(path), force), total, force, None) as output:
+        yield output.put
+
+
 def _target(path: Path, force: bool) -> Path:
     """The file to replace or create: what `path` links to, if it is a link."""
     with _reasons(path):

@@ -116,12 +116,20 @@ class Names:
         self.gguf = {part.gguf: part.path for part in self.parts.values() if part.gguf}
 
     def part(self, path: str) -> str | None:
-        """The path here of a part under any of its paths; None when there is none."""
-        for known in (self.parts, self.native, self.gguf):
-            if path in known:
-                found = known[path]
-                return found if isinstance(found, str) else found.path
-        return None
+        """The path here of a part under any of its paths, or under one put together from several of them, as
+        `layers.3.self_attn.c_attn`; None when there is none.
+        """
+        if (direct := self._known(path)) is not None:
+            return direct
+        owner, _, name = path.rpartition(".")
+        above = self.parts.get(self.part(owner) or "") if owner else None
+        if above is None or not above.path:
+            return None
+        paths = (f"{prefix}.{name}" for prefix in (above.path, above.hf, above.gguf) if prefix)
+        return next((found for one in paths if (found := self._known(one)) is not None), None)
+
+    def _known(self, path: str) -> str | None:
+        return path if path in self.parts else self.native.get(path, self.gguf.get(path))
 
     def has_prefix(self, prefix: str) -> bool:
         """Whether the checkpoint or GGUF have parts below such a path, as `transformer` and `blk`."""
@@ -133,7 +141,11 @@ class Names:
         part = self.parts[path]
         if part.op is not None:
             op = self.graph.ops[part.op]
-            return op.inputs[0], op.outputs[0]
+            source = op.inputs[0]
+            producer = self.graph.producers[source]
+            if producer is not None and self.graph.ops[producer].kind == "wanted_rows":
+                source = self.graph.ops[producer].inputs[0]  # of all rows, as other values are
+            return source, op.outputs[0]
         layer = re.search(r"\d+", path)
         pattern = re.sub(r"\d+", "{i}", path)
         if layer is None or pattern not in ENDS:
