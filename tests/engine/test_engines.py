@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from starscope.engine import ENGINES, Engine, Weights, make_engine
+from starscope.engine import ENGINES, Engine, Weights, make_engine, numpy_engine, torch_engine
 from starscope.engine.numpy_engine import NumpyEngine, erf
 from starscope.engine.torch_engine import Group, Step, TorchEngine, memory_errors
 from starscope.engine.weights import ArraySource
@@ -20,6 +20,7 @@ from starscope.families.gpt_bigcode import FAMILY
 from starscope.family import make_hparams
 from starscope.graph import record
 from support.numbers import ulps
+from support.stored import make_graph, stored_weights
 
 HP = make_hparams(
     FAMILY,
@@ -72,6 +73,51 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 def test_input_that_cannot_be_run_is_refused_in_words(engine: Engine, sequences: Any, match: str) -> None:
     with pytest.raises(InvalidContentError, match=match):
         engine.forward(sequences)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    # Keys and values that are cached as float16 would make more of a rounding of the NumPy and torch engines.
+    [("native", "F32"), ("native", "F16"), ("native", "Q8_0"), ("numpy", "F32"), ("torch", "F32")],
+)
+def test_a_token_changes_nothing_before_it_whatever_its_numbers(name: str, form: str, number: float) -> None:
+    graph = make_graph(multi_query=form != "F16")
+    made = make_engine(name, graph, stored_weights(graph, form))
+    clean = np.random.default_rng(5).normal(size=(150, graph.hp.hidden_size)).astype(np.float32)
+    [expected] = made.forward([clean], wanted="all")
+    allowed = 0 if name == "native" else 32
+    for place in (1, 6, 129, 149):
+        rows = clean.copy()
+        rows[place:, ::3] = number
+        found, beside = made.forward([rows, clean[:20]], wanted="all")
+        assert ulps(found[:place], expected[:place]) <= allowed
+        assert ulps(beside, expected[:20]) <= allowed
+        assert not np.isfinite(found[place:]).any()
+        cache = made.new_cache()
+        cut = [made.forward([rows[i : i + 70]], [cache], "all")[0] for i in (0, 70, 140)]
+        assert ulps(np.concatenate(cut)[:place], expected[:place]) <= allowed
+
+
+def test_values_between_the_ops_of_attention_too_depend_on_what_is_before_them_alone() -> None:
+    rng = np.random.default_rng(6)
+    p = np.tril(rng.random((3, 4, 6)), 2).astype(np.float32)
+    v = rng.random((1, 6, 8)).astype(np.float32)
+    op = next(op for op in GRAPH.ops if op.kind == "mix")
+    kernels: list[Any] = [
+        lambda p, v: numpy_engine.mix(None, None, op, [[p], [v]]),  # type: ignore[arg-type]
+        lambda p, v: torch_engine.mix({}, None, op, [[torch.tensor(p)[None]], [torch.tensor(v)[None]]]).numpy(),  # type: ignore[arg-type]
+    ]
+    for mix in kernels:
+        expected = mix(p, v)
+        later = v.copy()
+        later[:, 4:] = np.nan
+        assert ulps(mix(p, later)[:2], expected[:2]) <= 2
+        assert np.isnan(mix(p, later)[2:]).all()
+        written = p.copy()
+        written[:, 0, 5] = 0.5  # a probability that somebody wrote where no query looks by itself
+        assert np.isnan(mix(written, later)[0]).all()
+        assert ulps(mix(written, v), np.einsum("hqk,kd->qhd", written, v[0])) <= 2
 
 
 def test_past_the_last_position_is_an_error_and_the_cache_is_unchanged(engine: Engine) -> None:
@@ -167,7 +213,7 @@ def test_the_engines_agree_on_any_ragged_batch(prompts: list[list[int]]) -> None
 
 def test_the_fused_attention_equals_its_three_ops() -> None:
     engine = TorchEngine(GRAPH, weights())
-    assert len(engine._fused) == HP.num_layers
+    assert len(engine.fusions) == HP.num_layers
     ids = torch.randint(0, 60, (3, 17), generator=torch.Generator().manual_seed(0))
     logits, edges = [], [GRAPH.edge(f"layers.{i}.self_attn.attention_scores").index for i in range(2)]
     for keep in ((), edges):

@@ -448,6 +448,32 @@ void what_lies_behind_the_end_is_not_seen(const AttentionKernels& kernels, Team&
     }
 }
 
+// A later token of the same step changes no bit of the earlier ones', whatever numbers it brings.
+void what_follows_in_a_step_is_not_seen(const AttentionKernels& kernels, std::vector<Team*> teams) {
+    for (const bool half : {true, false}) {
+        for (const auto& [dim, heads, kv_heads] : Sizes{{20, 3, 1}, {16, 6, 2}, {33, 16, 1}, {5, 100, 1}}) {
+            const Shape shape{half, dim, heads, kv_heads};
+            Text clean = make_text(shape, 290, normal(12));
+            run_all(kernels, shape, *teams[0], {&clean}, everything);
+            for (Team* team : teams) {
+                for (const size_t from : {1, 6, 129, 278, 289}) {
+                    Text text = clean;
+                    for (size_t i = from * shape.width(); i < text.rows.size(); ++i) {
+                        text.rows[i] = i % 3 == 0 ? NAN : i % 3 == 1 ? INFINITY : -INFINITY;
+                    }
+                    for (const size_t count : {290, 100, 7}) {
+                        run_all(kernels, shape, *team, {&text}, [&](const Text&) { return count; });
+                        const size_t size = from * shape.output_width() * sizeof(float);
+                        EXPECT(memcmp(text.output.data(), clean.output.data(), size) == 0,
+                               "%s, %s, %d threads, %zu at once: token %zu is seen by an earlier one", kernels.isa,
+                               shape.name().c_str(), team->size(), count, from);
+                    }
+                }
+            }
+        }
+    }
+}
+
 // ---- Timing --------------------------------------------------------------------------------------------------------
 
 double seconds() {
@@ -555,6 +581,7 @@ int test_all(const std::vector<const AttentionKernels*>& all, bool shared) {
             {"one large score gives its value", [&] { one_large_score_gives_its_value(*kernels, three); }},
             {"large scores are weighed right", [&] { large_scores_are_weighed_right(*kernels, two); }},
             {"caches have the documented layout", [&] { caches_have_the_documented_layout(*kernels, three); }},
+            {"what follows in a step is not seen", [&] { what_follows_in_a_step_is_not_seen(*kernels, {&one, &three}); }},
             {"what lies behind the end is not seen", [&] { what_lies_behind_the_end_is_not_seen(*kernels, two); }},
         };
         run_tests(*kernels, shared ? some : tests);
