@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from starscope.errors import StarscopeError as StarscopeError
     from starscope.generate import Completion as Completion
+    from starscope.microscope import save as save
     from starscope.model import Model as Model
     from starscope.model import load as load
 
@@ -26,9 +27,10 @@ _HOME = {  # public name -> the module that defines it
     "Model": "starscope.model",
     "StarscopeError": "starscope.errors",
     "load": "starscope.model",
+    "save": "starscope.microscope",
 }
 
-__all__ = ["Completion", "Model", "StarscopeError", "__version__", "load"]
+__all__ = ["Completion", "Model", "StarscopeError", "__version__", "load", "save"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from starscope.microscope.asked import Asked
 from starscope.microscope.cached import ActivationCache, Positions, run_with_cache
 from starscope.microscope.editing import Editable
 from starscope.microscope.hosts import Layers, ValueProperty, read_only
+from starscope.microscope.positions import check_span, overlapping, token_spans
 from starscope.microscope.scope import Scope
 from starscope.microscope.tensors import as_array, as_value
 from starscope.microscope.trace import Plan, Session, Trace, current_trace
@@ -161,6 +162,21 @@ class Root(Editable):
         if not ids:
             raise UsageError("the prompt is empty; expected some text.")
         return ids
+
+    # Places in a text.
+
+    def token_spans(self, prompt: str) -> list[tuple[int, int]]:
+        """Of each token of a prompt, as a trace runs it, the characters `[start, stop)` of the text that it has a part
+        of. A character of several bytes may be of several tokens; a token that the text does not have, a BOS, has none.
+        """
+        ids = self._ids(prompt)
+        added = len(ids) - len(self.tokenizer.encode(prompt))
+        return [(0, 0)] * added + token_spans(self.tokenizer.token_bytes, ids[added:], prompt)
+
+    def token_positions(self, prompt: str, start: int, stop: int) -> list[int]:
+        """The positions of the tokens that have a part of the characters `[start, stop)` of a prompt, ascending."""
+        check_span(prompt, start, stop)
+        return overlapping(self.token_spans(prompt), start, stop)
 
     def skip_layers(self, start: int, end: int, skip_with: Any = None) -> None:
         """In a trace, before block `start` has begun: let blocks start to end (inclusive, negative ones from the end)
