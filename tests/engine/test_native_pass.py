@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -10,54 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from starscope.engine.native_engine import NativeEngine
 from starscope.engine.native_pass import NativePass
 from starscope.engine.passes import attention_of
-from starscope.engine.rounding import RoundingEngine
 from starscope.graph import Graph
+from support.native_passes import FORMAT, MULTI_QUERY, STEPS, after_a_past, as_list, assert_close, assert_same, engines
 from support.numbers import TOLERANCE, ulps
-from support.stored import distance, make_graph, prompts, stored_weights
-
-NAMES = ["F32", "F16", "Q8_0", "Q4_K"]
-FORMAT = pytest.mark.parametrize("name", NAMES)
-MULTI_QUERY = pytest.mark.parametrize("multi_query", [True, False], ids=["multi_query", "multi_head"])
-# New tokens of each sequence, all behind a past of their own: decoded, short, longer than a unit and a tile.
-STEPS = [[1], [1, 1, 1], [5, 1, 30], [140]]
-ROUNDED = 0.02  # of float16 and int8: a value on the other side of a border between two roundings
-
-
-@functools.cache
-def engines(name: str, multi_query: bool) -> tuple[NativeEngine, RoundingEngine]:
-    graph = make_graph(hidden=256, heads=8, inner=512, positions=400, multi_query=multi_query)
-    weights = stored_weights(graph, name)
-    return NativeEngine(graph, weights, threads=2), RoundingEngine(graph, weights)
-
-
-def after_a_past(engine: Any, lengths: list[int]) -> list[Any]:
-    """A cache for each sequence with some tokens in it."""
-    caches = [engine.new_cache() for _ in lengths]
-    engine.forward(prompts(engine.graph, [3 + 50 * i for i in range(len(lengths))], seed=1), caches)
-    return caches
-
-
-def as_list(value: Any) -> list[np.ndarray]:
-    return value if isinstance(value, list) else [value]
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    for a, b in zip(as_list(found), as_list(expected), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
-
-
-def assert_close(name: str, found: Any, expected: Any) -> None:
-    for a, b in zip(as_list(found), as_list(expected), strict=True):
-        assert a.shape == b.shape
-        if name == "F32":
-            assert ulps(a, b) <= TOLERANCE
-        else:
-            assert distance(a, b) <= ROUNDED
-            assert np.median(np.abs(a - b)) <= 1e-4 * np.abs(b).max()
+from support.stored import distance, prompts
 
 
 def changed_value(graph: Graph, edge: int, value: np.ndarray) -> np.ndarray:

@@ -20,8 +20,17 @@ import numpy as np
 
 from starscope import native
 from starscope.cache import Cache
-from starscope.engine.base import Array, Batch, Sequences, StepEdits, Wanted, input_values, make_batch, whole_batch
-from starscope.engine.edited import forward_edited
+from starscope.engine.base import (
+    Array,
+    Batch,
+    EditRows,
+    Sequences,
+    StepEdits,
+    Wanted,
+    input_values,
+    make_batch,
+    whole_batch,
+)
 from starscope.engine.native_pass import NativePass
 from starscope.engine.native_program import Compiled, Compiler
 from starscope.engine.passes import tail_of
@@ -31,6 +40,7 @@ from starscope.formats import Bytes, Format, decode, find_format
 from starscope.graph import Graph
 from starscope.machine import memory, usable_cores
 
+LISTS_KEPT = 4  # of those with edits
 ROWS_AT_ONCE = 512  # of a step; what is between the operations takes memory for so many
 PANEL_ROWS = 16  # that the module keeps together
 READ_BYTES = 1 << 20  # of a file, by each thread at a time
@@ -79,11 +89,20 @@ class Reader:
 
 
 class Listed:
-    """A compiled list of instructions, in the module and as the compiler made it."""
+    """A compiled list of instructions, in the module and as the compiler made it. `edited`: edges in the order of their
+    numbers.
+    """
 
-    def __init__(self, program: Any, compiled: Compiled) -> None:
-        self.compiled = compiled
+    def __init__(self, program: Any, compiled: Compiled, edited: Sequence[int] = ()) -> None:
+        self.compiled, self.edited = compiled, edited
         self.code = program.compile(compiled.instructions, compiled.widths, compiled.arrays)
+
+
+def in_order(change: EditRows) -> EditRows:
+    """A change with its arrays as the module takes them."""
+    return change._replace(
+        rows=np.ascontiguousarray(change.rows, np.int64), values=np.ascontiguousarray(change.values, np.float32)
+    )
 
 
 class NativeCache(Cache):
@@ -134,6 +153,8 @@ class NativeEngine:
             raise DoesNotFitError("there is not enough memory for the weights.", hint="Use a smaller model.") from None
         self._plain, self._buffers = Listed(self._program, compiled), module.Buffers()
         self._split: Listed | None = None
+        self._lists: dict[frozenset[int], Listed] = {}  # with edits, by the edges that they change
+        self._keeping_lists: dict[frozenset[int], Listed] = {}  # by the edges that they keep
 
     def new_cache(self) -> NativeCache:
         hp = self.graph.hp
@@ -158,19 +179,21 @@ class NativeEngine:
         *,
         edits: StepEdits | None = None,
     ) -> list[Array]:
-        if edits is not None:
-            return forward_edited(self, sequences, caches, wanted, edits)
         batch = make_batch(self, sequences, caches, wanted)
         logits = np.empty((len(batch.wanted), self.graph.hp.vocab_size), np.float32)
         known, _ = input_values(self.graph, batch)
         rows = len(batch.positions)
         for start in range(0, rows, ROWS_AT_ONCE):
-            self._run(batch, known, start, min(start + ROWS_AT_ONCE, rows), logits)
+            self._run(batch, known, start, min(start + ROWS_AT_ONCE, rows), logits, edits)
         batch.advance()
         return batch.split_wanted(logits)
 
-    def _run(self, batch: Batch, known: dict[int, Array], start: int, stop: int, logits: Array) -> None:
+    def _run(
+        self, batch: Batch, known: dict[int, Array], start: int, stop: int, logits: Array, edits: StepEdits | None
+    ) -> None:
         """Rows start to stop of a batch. Their keys and values are kept; `logits` gets those that are wanted."""
+        changes = {} if edits is None else edits.of_step(batch, start, stop)
+        listed = self._plain if edits is None else self._edited(frozenset(edits.edges), any(changes.values()))
         pieces = []
         for first, length, past, cache in zip(batch.starts, batch.lengths, batch.pasts, batch.caches, strict=False):
             low, high = max(first, start), min(first + length, stop)
@@ -186,8 +209,9 @@ class NativeEngine:
             arrays.append(np.ascontiguousarray(value, np.float32))
         wanted = np.ascontiguousarray(batch.wanted[begin:end] - start)
         arrays.append(logits[begin:end])
-        last = len(self._plain.compiled.instructions)
-        self.run_listed(self._plain, self._buffers, 0, last, stop - start, wanted, pieces, arrays)
+        ordered = [[in_order(change) for change in changes.get(edge, ())] for edge in listed.edited]
+        last = len(listed.compiled.instructions)
+        self.run_listed(listed, self._buffers, 0, last, stop - start, wanted, pieces, arrays, ordered)
 
     def begin(self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last") -> NativePass:
         """A step that can stop between operations; `forward` otherwise. Takes memory for all its rows at once."""
@@ -212,6 +236,35 @@ class NativeEngine:
             self._split = Listed(self._program, compiled)
         return self._split
 
+    def keeping(self, edges: frozenset[int]) -> Listed:
+        """The list that makes these edges in the caller's arrays."""
+        if edges not in self._keeping_lists:
+            compiled = Compiler(self.graph, self._module, self._matrix, self._vector, kept=edges).compile()
+            self._keep_list(self._keeping_lists, edges, Listed(self._program, compiled))
+        return self._keeping_lists[edges]
+
+    @staticmethod
+    def _keep_list(lists: dict[frozenset[int], Listed], edges: frozenset[int], made: Listed) -> None:
+        while len(lists) >= LISTS_KEPT:
+            del lists[next(iter(lists))]
+        lists[edges] = made
+
+    def _edited(self, edges: frozenset[int], is_changed: bool) -> Listed:
+        """The list that changes these edges; the plain one for a step without changes where that has the same bits."""
+        if not is_changed and not any("query" in self.graph.edges[edge].axes for edge in edges):
+            return self._plain
+        if edges not in self._lists:
+            ordered = sorted(edges)
+            numbers = {edge: number for number, edge in enumerate(ordered)}
+            compiled = Compiler(self.graph, self._module, self._matrix, self._vector, edited=numbers).compile()
+            self._keep_list(self._lists, edges, Listed(self._program, compiled, ordered))
+        return self._lists[edges]
+
+    @property
+    def buffers(self) -> Any:
+        """Room for the values of steps that do not stop."""
+        return self._buffers
+
     def new_buffers(self) -> Any:
         """Room for one step's values, in the module."""
         return self._module.Buffers()
@@ -226,13 +279,14 @@ class NativeEngine:
         wanted: Array,
         pieces: Sequence[tuple[int, int, int, Any]],
         arrays: Sequence[Array],
+        edits: Sequence[Sequence[EditRows]] = (),
     ) -> None:
         """Instructions first to last on `rows` rows; `pieces`: (first row, rows, past, cache) of each sequence."""
         if self._process != os.getpid():  # after a fork: the parent may have held the lock
             self._process, self._running = os.getpid(), threading.Lock()
         with self._running:
             try:
-                self._program.run(listed.code, buffers, first, last, rows, wanted, pieces, arrays)
+                self._program.run(listed.code, buffers, first, last, rows, wanted, pieces, arrays, list(edits))
             except MemoryError:
                 raise DoesNotFitError(
                     f"there is not enough memory for a step of {rows} tokens.", hint="Free some memory."

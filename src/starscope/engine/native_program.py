@@ -8,7 +8,7 @@ one buffer, which is given on to a later value once nothing reads it any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,21 +54,24 @@ class Compiled:
 
     instructions: list[Any]
     widths: list[int]
-    inputs: list[Input]  # the arrays, in order; after them the logits
+    inputs: list[Input]  # the first arrays, in order; then come those of the kept values; at last the logits
+    kept: dict[int, tuple[int, int, int]]  # edge -> the number of its array, its first column and its columns
     views: dict[int, tuple[Any, int]]  # edge -> where it is while it lives, and its columns
     ends: list[int]  # by number of operations: the instructions that have run when those have
     beside: dict[int, int]  # block -> the first of the instructions that compute its attention openly, behind `ends`
 
     @property
     def arrays(self) -> int:
-        return len(self.inputs) + 1
+        return len(self.inputs) + len({number for number, _, _ in self.kept.values()}) + 1
 
 
 @dataclass
 class Compiler:
     """One pass over a graph's operations. `matrix` and `vector` give a weight's number in the module.
 
-    `split`: every operation by itself.
+    `split`: every operation by itself. `edited`: edges that are changed behind their producers, by the number that a
+    step gives its changes under; they are values of their own, and attention goes openly where its patterns are edited.
+    `kept`: edges that are made in the caller's own arrays. (Values that are in a cache or in patterns cannot be.)
     """
 
     graph: Graph
@@ -76,6 +79,8 @@ class Compiler:
     matrix: Callable[[str], int]
     vector: Callable[[str], int]
     split: bool = False
+    edited: Mapping[int, int] = field(default_factory=dict)
+    kept: frozenset[int] = frozenset()
     slots: list[Slot] = field(default_factory=list)
     places: dict[int, Place] = field(default_factory=dict)
     instructions: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -95,6 +100,9 @@ class Compiler:
                         hint="Use the torch or numpy engine.",
                     )
                 handler(op)
+            for edge in op.outputs:
+                if edge in self.edited:
+                    self._edit(op, edge)
             self.ends.append(len(self.instructions))
         beside: dict[int, int] = {}
         if self.split:
@@ -174,8 +182,10 @@ class Compiler:
             column += cols
 
     def _cache(self, op: Op) -> None:
-        """Taken along by the attention that reads it, unless everything is by itself."""
-        if self.split:
+        """Taken along by the attention that reads it, unless that takes several instructions."""
+        if op.outputs[0] in self.edited:
+            self._edit(op, op.inputs[0])
+        if self._is_open(op.layer):
             place = self._read(op.inputs[0])
             part = {"k": "b", "v": "c"}[op.attrs["part"]]
             _, kv_heads, dim = self.graph.edges[op.inputs[0]].axes
@@ -188,33 +198,61 @@ class Compiler:
         if (softmax.kind, mix.kind, merge.kind) != ("softmax", "mix", "merge_heads"):
             raise UnsupportedError(f"the native engine cannot run this form of attention of {graph.family.name}.")
         self.attention = (op, mix)
-        if not self.split:
+        if self._is_open(op.layer):
+            self._emit_open("scores")
+        else:
             self.done |= {softmax.index, mix.index}
-            self._attend()
+            self._mix(mix)
 
-    def _softmax(self, op: Op) -> None:
-        """Within the one instruction of an attention."""
+    def _softmax(self, _op: Op) -> None:
+        self._emit_open("softmax")
 
     def _mix(self, op: Op) -> None:
-        self._attend()
+        """All of an attention, unless its steps are in the list one by one."""
+        is_open = self._is_open(op.layer) and not self.split
+        fields = self._attention_fields()
+        out = self._new_slot_for(op)
+        self._emit("mix" if is_open else "attention", out=out, **fields)
+        self.attentions[op.layer or 0] = {"out": out, **fields}
 
-    def _attend(self) -> None:
+    def _emit_open(self, kind: str) -> None:
+        """A step of an attention that is in the list openly; for a list that stops they are behind its end."""
+        if not self.split:
+            self._emit(kind, **self._attention_fields())
+
+    def _attention_fields(self) -> dict[str, Any]:
         assert self.attention is not None
         scores, mix = self.attention
         graph = self.graph
         keys, values = (graph.ops[graph.producers[edge] or 0] for edge in (scores.inputs[1], mix.inputs[1]))
         _, heads, dim = graph.edges[scores.inputs[0]].axes
         _, kv_heads, _ = graph.edges[keys.inputs[0]].axes
-        fields: dict[str, Any] = {"a": self._read(scores.inputs[0])}
-        if not self.split:
+        fields: dict[str, Any] = {"a": self._read(scores.inputs[0]), "layer": scores.layer}
+        fields.update(heads=heads, kv_heads=kv_heads, dim=dim, cols=int(heads) * int(dim), scale=scores.attrs["scale"])
+        if not self._is_open(scores.layer):
             fields.update(b=self._read(keys.inputs[0]), c=self._read(values.inputs[0]))
-        out = self._new_slot_for(mix)
-        fields.update(out=out, cols=out.cols, layer=scores.layer, heads=heads, kv_heads=kv_heads, dim=dim)
-        fields["scale"] = scores.attrs["scale"]
-        self._emit("attention", **fields)
-        self.attentions[scores.layer or 0] = fields
+        return fields
+
+    def _is_open(self, layer: int | None) -> bool:
+        """Whether a block's attention is several instructions."""
+        patterns = (self.graph.ops[self.graph.producers[edge] or 0] for edge in self.edited if self._is_pattern(edge))
+        return self.split or any(op.layer == layer for op in patterns)
+
+    def _is_pattern(self, edge: int) -> bool:
+        return "query" in self.graph.edges[edge].axes
+
+    def _edit(self, op: Op, edge: int) -> None:
+        """The changes of an op's output, or of the new rows, its input, that it will put into the caches."""
+        number = self.edited[op.outputs[0] if op.kind == "cache" else edge]
+        if self._is_pattern(edge):
+            self._emit("edit", edit=number, **{**self._attention_fields(), "a": None})
+        elif edge in self.places:
+            place = self._read(edge)
+            wanted, cached = self.graph.edges[edge].axes[0] == "wanted", op.kind == "cache"
+            self._emit("edit", a=place, cols=place.cols, edit=number, wanted=wanted, as_cached=cached)
 
     def _merge_heads(self, op: Op) -> None:
+        """The heads lie side by side."""
         self.places[op.outputs[0]] = self.places[op.inputs[0]]
 
     # What may go together.
@@ -222,7 +260,8 @@ class Compiler:
     def _follower(self, edge: int, kinds: tuple[str, ...]) -> Op | None:
         """The one operation that reads a value, when it is of these kinds."""
         consumers = self.graph.consumers[edge]
-        if self.split or len(consumers) != 1 or self.graph.ops[consumers[0]].kind not in kinds:
+        is_seen = self.split or edge in self.edited or edge in self.kept
+        if is_seen or len(consumers) != 1 or self.graph.ops[consumers[0]].kind not in kinds:
             return None
         return self.graph.ops[consumers[0]]
 
@@ -251,15 +290,20 @@ class Compiler:
     # Where values lie.
 
     def _comes_in(self, edge: int) -> bool:
-        return self.slots[self.places[edge].slot].array
+        return any(one.edge == edge for one in self.inputs)
 
     def _new_slot(self, edge: int, *, array: bool = False) -> Place:
         cols = 1
         for axis in self.graph.edges[edge].axes[1:]:
             cols *= int(axis)
         at = len(self.instructions)
-        self.slots.append(Slot(cols, at, at, array or edge == self.graph.names["logits"]))
+        self.slots.append(Slot(cols, at, at, array or edge == self.graph.names["logits"] or self._is_kept(edge)))
         return Place(len(self.slots) - 1, 0, cols)
+
+    def _is_kept(self, edge: int) -> bool:
+        """Whether a value is kept, or one that is only a view of it."""
+        views = [op for op in self.graph.consumers[edge] if self.graph.ops[op].kind in ("split_heads", "merge_heads")]
+        return edge in self.kept or any(not self.kept.isdisjoint(self.graph.ops[op].outputs) for op in views)
 
     def _new_slot_for(self, op: Op) -> Place:
         self.places[op.outputs[0]] = self._new_slot(op.outputs[0])
@@ -301,12 +345,19 @@ class Compiler:
             edge: (self.module.View(number[place.slot], place.column), place.cols)
             for edge, place in self.places.items()
         }
-        return Compiled(made, widths, self.inputs, views, self.ends, beside)
+        kept = {
+            edge: (number[place.slot], place.column, place.cols)
+            for edge, place in self.places.items()
+            if edge in self.kept and not self._comes_in(edge)
+        }
+        return Compiled(made, widths, self.inputs, kept, views, self.ends, beside)
 
     def _instruction(self, kind: str, fields: dict[str, Any], number: dict[int, int]) -> Any:
         made = self.module.Instruction()
         made.kind = self.module.kinds[kind]
         for name, value in fields.items():
+            if value is None:
+                continue
             if isinstance(value, Place):
                 value = self.module.View(number[value.slot], value.column)
             setattr(made, name, value)

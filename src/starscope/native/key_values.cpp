@@ -63,4 +63,8 @@ void KeyValues::write(size_t layer, bool is_key, size_t start, size_t stop, cons
     }
 }
 
+void round_to_half(float* values, size_t count) {
+    for (size_t i = 0; i < count; ++i) values[i] = float_from_half(half_from(values[i]));
+}
+
 }  // namespace starscope

@@ -31,4 +31,7 @@ struct KeyValues {
     void write(size_t layer, bool is_key, size_t start, size_t stop, const float* from);
 };
 
+// To the nearest float16, in place.
+void round_to_half(float* values, size_t count);
+
 }  // namespace starscope

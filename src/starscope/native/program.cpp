@@ -50,10 +50,11 @@ int Program::add_vector(const float* values, size_t count) {
 }
 
 Code Program::compile(std::vector<Instruction> instructions, std::vector<size_t> widths, size_t arrays) const {
-    Code code{std::move(instructions), std::move(widths), arrays, {}};
+    Code code{std::move(instructions), std::move(widths), arrays, 0, {}};
     code.whole.assign(code.widths.size(), false);
     size_t prepared = 0;
     for (const Instruction& i : code.instructions) {
+        if (i.kind == kEdit) code.edits = std::max(code.edits, static_cast<size_t>(i.edit) + 1);
         const bool chooses = i.gather || i.kind == kGather;
         if (i.a.exists() && !i.wanted) code.whole[i.a.slot] = true;
         for (const View& view : {i.b, i.c, i.out, i.norm_out}) {
@@ -107,14 +108,14 @@ void Program::reserve(const Code& code, Buffers& buffers, size_t first, size_t l
         if (i.kind == kLinear) {
             const Matrix& m = matrices_[i.matrix];
             tiles = std::max(tiles, tile_bytes(*m.type, m.cols, kTileRows) * tile_count(rows_of(i, step)));
-        } else if (reads_caches(i.kind)) {
+        } else if (i.kind != kEdit && i.has_sequences()) {
             scratch = std::max(scratch, attention_scratch_bytes(step.sequences[0].cache->shape, i.heads, step.rows,
                                                                 step.sequences.size(), longest, threads()));
-            if (i.kind >= kScores) {
-                size_t floats = 0;
-                for (const Sequence& s : step.sequences) floats += i.heads * s.new_rows * (s.past + s.new_rows);
-                pattern = std::max(pattern, floats);
-            }
+        }
+        if (i.has_patterns()) {
+            size_t floats = 0;
+            for (const Sequence& s : step.sequences) floats += i.heads * s.new_rows * (s.past + s.new_rows);
+            pattern = std::max(pattern, floats);
         }
     }
     if (tiles_.size() < tiles) {
@@ -133,7 +134,7 @@ void Program::run(const Code& code, Buffers& buffers, size_t first, size_t last,
     });
 }
 
-// Every instruction ends with a barrier, when its output is complete.
+// Every instruction ends with a barrier, when its output is complete, if it has done anything.
 void Program::execute(const Instruction& i, const Step& step, int thread) {
     switch (i.kind) {
         case kAdd:
@@ -158,6 +159,10 @@ void Program::execute(const Instruction& i, const Step& step, int thread) {
         case kMix:
             attend(i, step, thread);
             return;
+        case kEdit:
+            if (step.edits[i.edit].empty()) return;
+            edit(i, step);
+            break;
     }
     team_.barrier();
 }
@@ -305,13 +310,50 @@ void Program::attend(const Instruction& i, const Step& step, int thread) {
     attention.sequences = sequences.data();
     attention.count = sequences.size();
     if (i.kind == kAppend) return append_new(attention_, attention, team_);
-    attention.output = at(i.out, 0);
-    attention.output_stride = widths_[i.out.slot];
+    if (i.out.exists()) {
+        attention.output = at(i.out, 0);
+        attention.output_stride = widths_[i.out.slot];
+    }
     uint8_t* scratch = attention_scratch_.data();
     if (i.kind == kScores) return make_scores(attention_, attention, patterns_, team_, thread, scratch);
     if (i.kind == kSoftmax) return make_probabilities(attention_, attention, patterns_, team_);
     if (i.kind == kMix) return mix_values(attention_, attention, patterns_, team_, thread, scratch);
     starscope::attend(attention_, attention, team_, thread, scratch);
+}
+
+void Program::edit(const Instruction& i, const Step& step) {
+    if (i.as_cached && step.sequences[0].cache->shape.half) {
+        for (size_t r; (r = team_.take(1)) < rows_of(i, step);) round_to_half(at(i.a, r), i.cols);
+        team_.barrier();
+    }
+    const std::vector<Edit>& edits = step.edits[i.edit];
+    for (const Edit& edit : edits) {
+        if (&edit != edits.data()) team_.barrier();  // they may change the same rows, in this order
+        for (size_t n; (n = team_.take(1)) < edit.count;) {
+            if (i.changes_patterns()) {
+                edit_patterns(i, step, edit, n);
+            } else {
+                edit.apply(n, at(i.a, edit.rows[n]) + edit.first_col, edit.cols);
+            }
+        }
+    }
+}
+
+void Program::edit_patterns(const Instruction& i, const Step& step, const Edit& edit, size_t number) {
+    const size_t row = edit.rows[number];
+    float* pattern = patterns_;
+    for (const Sequence& s : step.sequences) {
+        const size_t keys = s.past + s.new_rows;
+        if (row >= s.first_row && row < s.first_row + s.new_rows) {
+            const size_t query = row - s.first_row, seen = s.past + query + 1;
+            if (edit.first_col >= seen) return;
+            for (size_t head = edit.first_head; head < edit.first_head + edit.heads; ++head) {
+                edit.apply(number, pattern + (head * s.new_rows + query) * keys + edit.first_col,
+                           std::min(edit.cols, seen - edit.first_col));
+            }
+        }
+        pattern += i.heads * s.new_rows * keys;
+    }
 }
 
 }  // namespace starscope

@@ -33,15 +33,14 @@ struct View {
     bool exists() const { return slot >= 0; }
 };
 
-enum Kind : int { kAdd, kNorm, kLinear, kActivate, kAttention, kGather, kAppend, kScores, kSoftmax, kMix };
+enum Kind : int { kAdd, kNorm, kLinear, kActivate, kAttention, kGather, kAppend, kScores, kSoftmax, kMix, kEdit };
 
 // Their names for whoever makes instructions.
 constexpr std::pair<const char*, Kind> kKinds[] = {
     {"add", kAdd},       {"norm", kNorm},     {"linear", kLinear}, {"activate", kActivate}, {"attention", kAttention},
     {"gather", kGather}, {"append", kAppend}, {"scores", kScores}, {"softmax", kSoftmax},   {"mix", kMix},
+    {"edit", kEdit},
 };
-
-inline bool reads_caches(int kind) { return kind == kAttention || kind >= kAppend; }
 
 struct Instruction {
     int kind = kAdd;
@@ -61,9 +60,18 @@ struct Instruction {
     // kAttention: queries, keys and values are in a, b and c; the cached ones of `layer` are read and added to. Without
     // b and c they have been added. kAppend: adds keys b and values c to them, or one of the two. kScores, kSoftmax and
     // kMix are an attention in three steps, over the buffers' patterns; the fields are the attention's.
+    // kEdit: the step's changes of number `edit` are made in a, or in the patterns where there is no a. as_cached: all
+    // rows are rounded first as the caches keep them.
+    int edit = -1;
+    bool as_cached = false;
     View c;
     int layer = 0, heads = 0, kv_heads = 0, dim = 0;
     float scale = 0;
+
+    bool changes_patterns() const { return kind == kEdit && !a.exists(); }
+    bool has_patterns() const { return kind == kScores || kind == kSoftmax || kind == kMix || changes_patterns(); }
+    // Whether the sequences of a step, and their caches, matter.
+    bool has_sequences() const { return kind == kAttention || kind == kAppend || has_patterns() || as_cached; }
 };
 
 // The weight of a linear layer, [rows cols] of a file, as panels `stride` bytes apart.
@@ -82,12 +90,30 @@ struct Sequence {
     KeyValues* cache;
 };
 
+// x = scale * x + value for some columns of some rows; exactly the value when scale is 0, whatever x was. In patterns
+// columns are keys, of the heads from first_head on, and those behind the query stay as they are.
+struct Edit {
+    const int64_t* rows;  // no row twice
+    size_t count, first_col, cols;
+    float scale;
+    const float* values;  // [value_rows][value_cols], each of them 1 or as many as are changed
+    size_t value_rows, value_cols;
+    size_t first_head, heads;  // of patterns
+
+    void apply(size_t number, float* x, size_t columns) const {
+        const float* value = values + (value_rows == 1 ? 0 : number * value_cols);
+        const size_t step = value_cols == 1 ? 0 : 1;
+        for (size_t c = 0; c < columns; ++c) x[c] = scale == 0 ? value[c * step] : scale * x[c] + value[c * step];
+    }
+};
+
 struct Step {
     size_t rows;
     const int64_t* wanted;
     size_t wanted_rows;
     std::vector<Sequence> sequences;
-    std::vector<float*> arrays;  // the caller's, one for each slot that is not in the buffer, in order
+    std::vector<float*> arrays;            // the caller's, one for each slot that is not in the buffer, in order
+    std::vector<std::vector<Edit>> edits;  // by their numbers
 };
 
 // A list of instructions, checked, and what it asks for.
@@ -95,6 +121,7 @@ struct Code {
     std::vector<Instruction> instructions;
     std::vector<size_t> widths;          // of all slots
     size_t arrays;                       // the first so many of them are the caller's
+    size_t edits;                        // numbers of edits
     std::vector<bool> whole;             // by slot: some instruction takes all rows of it, not only the wanted ones
     size_t part_at = 0, part_bytes = 0;  // of each thread's scratch: see Program::private_
     const void* program = nullptr;       // whose matrices and vectors are named
@@ -154,6 +181,8 @@ class Program {
     void gather(const Instruction& i, const Step& step);
     void linear(const Instruction& i, const Step& step, int thread);
     void attend(const Instruction& i, const Step& step, int thread);
+    void edit(const Instruction& i, const Step& step);
+    void edit_patterns(const Instruction& i, const Step& step, const Edit& edit, size_t number);
     void prepare_rows(const Instruction& i, const Step& step, size_t first, size_t count, uint8_t* tiles, int thread,
                       bool keep);
     float* at(const View& view, size_t row) const { return bases_[view.slot] + row * widths_[view.slot] + view.column; }

@@ -83,6 +83,8 @@ void check_vector(const Program& program, int index, size_t count) {
     expect(index == -1 || program.vector_size(index) >= count, "a vector is too short for its instruction");
 }
 
+constexpr int kMostEdits = 1 << 20;
+
 void check_heads(const Instruction& i, const std::vector<size_t>& widths) {
     expect(i.heads > 0 && i.kv_heads > 0 && i.heads % i.kv_heads == 0 && i.dim > 0, "heads do not fit together");
     expect(i.layer >= 0 && !i.wanted, "an attention's layer or rows do not fit");
@@ -119,9 +121,12 @@ void check_instruction(const Program& program, const Instruction& i, const std::
             check_view(i.out, cols, widths);
             return;
         }
-        case kAttention:
         case kScores:
         case kSoftmax:
+            check_heads(i, widths);
+            check_view(i.a, static_cast<size_t>(i.heads) * i.dim, widths);
+            return;
+        case kAttention:
         case kMix:
             check_heads(i, widths);
             if (i.b.exists() || i.c.exists()) {
@@ -129,6 +134,15 @@ void check_instruction(const Program& program, const Instruction& i, const std::
             }
             expect(cols == static_cast<size_t>(i.heads) * i.dim, "an attention's columns do not fit");
             break;
+        case kEdit:
+            expect(i.edit >= 0 && i.edit < kMostEdits, "an edit has no number, or a very large one");
+            if (i.changes_patterns()) {
+                check_heads(i, widths);
+                expect(!i.as_cached, "patterns are not cached");
+            } else {
+                check_view(i.a, cols, widths);
+            }
+            return;
         case kAppend:
             check_heads(i, widths);
             expect(i.b.exists() || i.c.exists(), "there is nothing to append");
@@ -149,13 +163,66 @@ Code compile(const Program& program, std::vector<Instruction> instructions, std:
 
 // An attention's caches have its layer and its heads, all of one kind.
 void check_caches(const Instruction& i, const std::vector<Sequence>& sequences) {
-    if (!reads_caches(i.kind)) return;
+    if (!i.has_sequences()) return;
     expect(!sequences.empty(), "an attention has no sequences");
     for (const Sequence& s : sequences) {
         const CacheShape& shape = s.cache->shape;
-        expect(shape.kv_heads == i.kv_heads && shape.dim == i.dim && shape.half == sequences[0].cache->shape.half &&
-                   static_cast<size_t>(i.layer) < s.cache->layers,
+        expect(shape.half == sequences[0].cache->shape.half, "a cache has another shape than its attention");
+        if (i.kind == kEdit) continue;
+        expect(shape.kv_heads == i.kv_heads && shape.dim == i.dim && static_cast<size_t>(i.layer) < s.cache->layers,
                "a cache has another shape than its attention");
+    }
+}
+
+// What a step's edits refer to, kept while it runs.
+struct Edits {
+    std::vector<Vector<const int64_t>> rows;
+    std::vector<Matrix2<const float>> values;
+    std::vector<std::vector<Edit>> list;
+};
+
+// One list for each number, of (rows, first_col, cols, scale, values, first_head, heads): int64 [n] and float32
+// [n or 1, cols or 1].
+Edits edits_of(nb::list items) {
+    Edits edits;
+    for (nb::handle item : items) {
+        edits.list.emplace_back();
+        for (nb::handle one : nb::cast<nb::list>(item)) {
+            const nb::tuple tuple = nb::cast<nb::tuple>(one);
+            expect(tuple.size() == 7, "an edit has seven fields");
+            const auto rows = nb::cast<Vector<const int64_t>>(tuple[0], false);
+            const auto values = nb::cast<Matrix2<const float>>(tuple[4], false);
+            const Edit edit{rows.data(),
+                            rows.size(),
+                            nb::cast<size_t>(tuple[1]),
+                            nb::cast<size_t>(tuple[2]),
+                            nb::cast<float>(tuple[3]),
+                            values.data(),
+                            values.shape(0),
+                            values.shape(1),
+                            nb::cast<size_t>(tuple[5]),
+                            nb::cast<size_t>(tuple[6])};
+            expect(edit.value_rows == 1 || edit.value_rows == edit.count, "an edit has values of other rows");
+            expect(edit.value_cols == 1 || edit.value_cols == edit.cols, "an edit has values of other columns");
+            edits.rows.push_back(rows);
+            edits.values.push_back(values);
+            edits.list.back().push_back(edit);
+        }
+    }
+    return edits;
+}
+
+void check_edits(const Instruction& i, const Step& step) {
+    if (i.kind != kEdit) return;
+    for (const Edit& edit : step.edits[i.edit]) {
+        for (size_t n = 0; n < edit.count; ++n) {
+            expect(edit.rows[n] >= 0 && static_cast<size_t>(edit.rows[n]) < rows_of(i, step),
+                   "an edit's row is out of range");
+        }
+        const size_t limit = i.changes_patterns() ? i.heads : i.cols;
+        const size_t first = i.changes_patterns() ? edit.first_head : edit.first_col;
+        const size_t count = i.changes_patterns() ? edit.heads : edit.cols;
+        expect(first <= limit && count <= limit - first, "an edit reaches past its value");
     }
 }
 
@@ -186,15 +253,21 @@ std::vector<Sequence> sequences_of(nb::list items, size_t rows) {
 // sequences: none when no attention is among the instructions. arrays: float32 [rows width], for each of the first
 // slots; [wanted width] for those of which only the wanted rows are used.
 void run(Program& program, const Code& code, Buffers& buffers, size_t first, size_t last, size_t rows,
-         Vector<const int64_t> wanted, nb::list sequences, nb::list arrays) {
+         Vector<const int64_t> wanted, nb::list sequences, nb::list arrays, nb::list edits) {
     check_program(program, code);
     expect(first <= last && last <= code.instructions.size(), "there are no such instructions");
     expect(rows > 0 && wanted.size() <= rows, "a step has no rows, or more wanted ones than rows");
-    Step step{rows, wanted.data(), wanted.size(), sequences_of(sequences, rows), {}};
+    Step step{rows, wanted.data(), wanted.size(), sequences_of(sequences, rows), {}, {}};
+    const Edits all_edits = edits_of(edits);  // keeps the arrays
+    expect(code.edits == all_edits.list.size(), "another number of edits was compiled");
+    step.edits = all_edits.list;
     for (size_t i = 0; i < wanted.size(); ++i) {
         expect(wanted.data()[i] >= 0 && static_cast<size_t>(wanted.data()[i]) < rows, "a wanted row is out of range");
     }
-    for (size_t n = first; n < last; ++n) check_caches(code.instructions[n], step.sequences);
+    for (size_t n = first; n < last; ++n) {
+        check_caches(code.instructions[n], step.sequences);
+        check_edits(code.instructions[n], step);
+    }
     expect(nb::len(arrays) == code.arrays, "another number of arrays was compiled");
     for (size_t a = 0; a < code.arrays; ++a) {
         const auto array = nb::cast<Matrix2<float>>(arrays[a]);
@@ -328,6 +401,8 @@ void bind_program(nb::module_& m) {
         .def_rw("epsilon", &Instruction::epsilon)
         .def_rw("gather", &Instruction::gather)
         .def_rw("wanted", &Instruction::wanted)
+        .def_rw("edit", &Instruction::edit)
+        .def_rw("as_cached", &Instruction::as_cached)
         .def_rw("layer", &Instruction::layer)
         .def_rw("heads", &Instruction::heads)
         .def_rw("kv_heads", &Instruction::kv_heads)
@@ -358,7 +433,7 @@ void bind_program(nb::module_& m) {
         .def("add_vector", &add_vector, "values"_a.noconvert())
         .def("compile", &compile, "instructions"_a, "widths"_a, "arrays"_a)
         .def("run", &run, "code"_a, "buffers"_a, "first"_a, "last"_a, "rows"_a, "wanted"_a.noconvert(), "sequences"_a,
-             "arrays"_a, "Runs a code's instructions first to last (exclusive) on one step.")
+             "arrays"_a, "edits"_a = nb::list(), "Runs a code's instructions first to last (exclusive) on one step.")
         .def_prop_ro("isa", &Program::isa)
         .def_prop_ro("threads", &Program::threads);
     nb::dict kinds, activations;
