@@ -14,7 +14,7 @@ import starscope
 from starscope.engine.base import ENGINES
 from starscope.engine.torch_pass import TorchPass
 from starscope.errors import ContextOverflowError, DoesNotFitError, OutputExistsError, UnsupportedError, UsageError
-from starscope.microscope import cached
+from starscope.microscope import Edit, cached
 from starscope.values import VALUES
 from support.numbers import TOLERANCE, ulps
 
@@ -264,3 +264,25 @@ def test_without_torch_values_are_numpy_arrays(plain: starscope.Model, monkeypat
     for name in cache:
         assert isinstance(cache[name], np.ndarray)
         assert np.array_equal(cache[name], expected[name])
+
+
+@pytest.mark.parametrize("prompt", [PROMPTS[0], PROMPTS], ids=["one", "two lengths"])
+def test_under_edits_values_and_the_logits_of_every_row_are_those_of_a_trace(
+    model: starscope.Model, prompt: Any
+) -> None:
+    edits = [
+        Edit("layer_output", "scale", layers=1, positions=[0, -2], factor=3.0),
+        Edit("logits", "add", positions=[0, 2, -2, -1], tensor=np.arange(model.vocab_size, dtype=np.float32)),
+    ]
+    plainly, _ = model.run_with_cache(prompt, "logits")
+    with model.editing(edits):
+        logits, cache = model.run_with_cache(prompt, ["layers.*.layer_output"])
+        some, _ = model.run_with_cache(prompt, "logits", rows=[-1, 2, 1, 2])
+        with model.trace(prompt):
+            outputs = [model.layers[i].layer_output for i in range(model.num_layers)]
+            expected = model.logits
+    assert torch.equal(logits, expected)
+    assert ulps(some, expected[:, [-1, 2, 1, 2]]) <= TOLERANCE
+    assert not torch.equal(logits, plainly)
+    for i, output in enumerate(outputs):
+        assert torch.equal(cache[f"layers.{i}.layer_output"], output)

@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from starscope.engine.base import Array
+from starscope.engine import Engine
+from starscope.engine.base import Array, Batch
+from starscope.engine.edited import change_rows
 from starscope.engine.passes import Pass, read_rows
 from starscope.errors import ContextOverflowError, DoesNotFitError, TraceError, UnsupportedError, UsageError
 from starscope.machine import free_memory
@@ -128,7 +130,7 @@ def layout_of(reading: Reading) -> tuple[str | None, tuple[str, ...]]:
 
 
 def run_with_cache(
-    scope: Scope, prompts: list[Any], asked: Asked, stop_at_layer: int | None, rows: Positions
+    scope: Scope, engine: Engine, prompts: list[Any], asked: Asked, stop_at_layer: int | None, rows: Positions
 ) -> tuple[Array | None, ActivationCache]:
     """Run prompts (ids or embeddings) and keep what was asked for: NumPy arrays, and the logits unless stopped before.
 
@@ -139,9 +141,9 @@ def run_with_cache(
     positions = _positions(rows, max(lengths))
     end = None if stop_at_layer is None else _end_of(scope, stop_at_layer)
     wanted = _in_time(scope, choose(scope.names, asked), end, is_embedded=arrays[0].ndim == 2)
-    run = _Run(scope, Presentation(lengths, [0] * len(lengths)), positions)
+    run = _Run(scope, engine, Presentation(lengths, [0] * len(lengths)), positions)
     run.check_it_fits(wanted, has_logits=end is None)
-    kept, logits = run.collect(scope.engine.begin(arrays, None, "last"), arrays, wanted, has_logits=end is None)
+    kept, logits = run.collect(engine.begin(arrays, None, "last"), arrays, wanted, has_logits=end is None)
     ids = None if arrays[0].ndim == 2 else [array.tolist() for array in arrays]
     return logits, ActivationCache(kept, scope.reading, positions, ids)
 
@@ -207,13 +209,14 @@ class _Run:
     """One run: who takes part in it, and which positions are kept."""
 
     scope: Scope
+    engine: Engine
     view: Presentation
     positions: list[int] | None
 
     def check_it_fits(self, wanted: Sequence[Reading], *, has_logits: bool) -> None:
         """DoesNotFitError when what is kept, and what the run needs at once, are more than is free."""
         scope, view = self.scope, self.view
-        graph, facts, engine = scope.graph, scope.edges.facts, scope.engine
+        graph, facts, engine = scope.graph, scope.edges.facts, self.engine
         if view.seq > engine.context_length:
             raise ContextOverflowError(f"{view.seq} tokens do not fit: the context is {engine.context_length} tokens.")
         edges = {one.edge for one in wanted if one.edge is not None}
@@ -338,8 +341,23 @@ class _Run:
         every = np.concatenate([starts[row] + some for row, some in enumerate(rows)])
         if not len(every):
             return [np.empty((0, int(edges.graph.hp.vocab_size)), np.float32) for _ in rows]
-        made = as_array(self.scope.engine.run_tail(edges.head, one.read(edges.head)[every]))
-        return np.split(made, np.cumsum([len(some) for some in rows])[:-1])
+        each, where = np.unique(every, return_inverse=True)
+        made = as_array(self._edited(one.batch, each, self.engine.run_tail(edges.head, one.read(edges.head)[each])))
+        return np.split(made[where], np.cumsum([len(some) for some in rows])[:-1])
+
+    def _edited(self, batch: Batch, rows: Array, logits: Any) -> Any:
+        """Logits of some rows of a batch, each once, with the edits of an edited model."""
+        if self.engine.edits is None:
+            return logits
+        total = len(batch.positions)
+        every = replace(batch, wanted=np.arange(total), wanted_lengths=list(batch.lengths))
+        place = np.full(total, -1)
+        place[rows] = np.arange(len(rows))
+        for change in self.engine.edits.of_step(every, 0, total).get(self.scope.edges.logits, ()):
+            kept = place[change.rows] >= 0
+            values = change.values if len(change.values) == 1 else change.values[kept]
+            logits = change_rows(logits, change._replace(rows=place[change.rows][kept], values=values))
+        return logits
 
     def _all_logits(self, last: Array, others: Sequence[Array]) -> Array:
         """`[batch positions vocab_size]` of the last rows `[batch vocab_size]` and the others of each prompt."""

@@ -47,6 +47,8 @@ class Forward:
     once and keeps them, which saves stopping at each. Should it be otherwise, it begins again and stops where it must.
     """
 
+    _watch: Callable[[Any], Watch] = staticmethod(Watch)
+
     def __init__(
         self,
         begin: Callable[[], Pass],
@@ -127,14 +129,14 @@ class Forward:
             self._advance(facts.made)
         if (old := self._served.get(edge)) is not None:
             self._live.remove(old)
-        self._hand_out(Served(edge, facts, fresh, Watch(fresh), is_assigned=True))
+        self._hand_out(Served(edge, facts, fresh, self._watch(fresh), is_assigned=True))
 
     def set_shaped(self, edge: int, rest: tuple[int, ...], value: Any) -> None:
         """Replace a value by one given as `[batch seq *rest]`."""
         shape = (self.view.batch, self.view.seq, *rest)
         served = self._served.get(edge)
         if served is None or value is not served.views.get(shape):
-            _check_shape(self.edges.facts[edge].name, shape, tuple(np.shape(value)), is_float=True)
+            check_shape(self.edges.facts[edge].name, shape, tuple(np.shape(value)), is_float=True)
             value = value.reshape(self._shape(edge))
         self.set(edge, value)
 
@@ -176,7 +178,7 @@ class Forward:
         self._given.update(outputs)
         for edge in outputs[:-1]:  # the last one's is still to be used
             copy = self._copy_of(given, "", tuple(given.shape))
-            self._hand_out(Served(edge, facts[edge], copy, Watch(copy), used=True))
+            self._hand_out(Served(edge, facts[edge], copy, self._watch(copy), used=True))
 
     def finish(self) -> None:
         """Run what is left. A change that came too late is an error here, if it has not been one before."""
@@ -222,7 +224,7 @@ class Forward:
         rows = self._pass.read(edge)
         shown = self._with_other_rows(rows) if edge == self.edges.logits else self.view.show(rows, facts.form)
         value = self._own(shown)
-        served = Served(edge, facts, value, Watch(value), used=facts.first_use < self._done)
+        served = Served(edge, facts, value, self._watch(value), used=facts.first_use < self._done)
         self._hand_out(served)
         return served
 
@@ -329,7 +331,7 @@ class Forward:
             import torch
 
             tensor = given if isinstance(given, torch.Tensor) else torch.from_numpy(np.asarray(given))
-            _check_shape(name, shape, tuple(tensor.shape), tensor.is_floating_point())
+            check_shape(name, shape, tuple(tensor.shape), tensor.is_floating_point())
             engine: Any = self._pass
             with torch.set_grad_enabled(self.grad):
                 fresh = tensor.to(device=engine.device, dtype=engine.dtype).contiguous().as_subclass(torch.Tensor)
@@ -338,7 +340,7 @@ class Forward:
                 fresh.retain_grad()
             return fresh
         array = as_array(given)
-        _check_shape(name, shape, array.shape, array.dtype.kind == "f")
+        check_shape(name, shape, array.shape, array.dtype.kind == "f")
         return as_value(np.array(array, np.float32, order="C"))
 
     def _see_head(self) -> None:
@@ -366,7 +368,8 @@ class Forward:
             return torch.cat([others, last[:, None]], dim=1)
 
 
-def _check_shape(name: str, expected: tuple[int, ...], found: Sequence[int], is_float: bool) -> None:
+def check_shape(name: str, expected: tuple[int, ...], found: Sequence[int], is_float: bool) -> None:
+    """ValueShapeError unless what is to replace a value has its shape and is of floating-point numbers."""
     if tuple(found) != expected:
         raise ValueShapeError(
             f"{name} was given a tensor {list(found)}; expected {list(expected)}, the shape that it has.",

@@ -14,6 +14,7 @@ from starscope.microscope.cached import ActivationCache, Positions, run_with_cac
 from starscope.microscope.editing import Editable
 from starscope.microscope.hosts import Layers, ValueProperty, read_only
 from starscope.microscope.positions import check_span, overlapping, token_spans
+from starscope.microscope.scan import Scan, is_stand_in, stand_in
 from starscope.microscope.scope import Scope
 from starscope.microscope.tensors import as_array, as_value
 from starscope.microscope.trace import Plan, Session, Trace, current_trace
@@ -122,10 +123,17 @@ class Root(Editable):
             raise UnsupportedError(
                 f"the {self.engine.name} engine has no gradients.", hint='Load the model with engine="torch".'
             )
-        if max_new_tokens is not None and (not isinstance(max_new_tokens, int) or max_new_tokens < 1):
-            raise UsageError(f"max_new_tokens is {max_new_tokens!r}; expected a number of tokens, 1 or more.")
-        plan = Plan(self._prompts(prompt), max_new_tokens, SamplingOptions(**options), grad)
+        plan = Plan(self._prompts(prompt), _checked(max_new_tokens), SamplingOptions(**options), grad)
         return Trace(self.engine, self.tokenizer, self.scope.edges, self.scope.reading, plan)
+
+    def scan(self, prompt: Any, *, max_new_tokens: int | None = None) -> Scan:
+        """A trace in which nothing runs: values have their shapes and types and no numbers.
+
+        torch tensors on the device "meta", where torch is installed; NumPy arrays without memory elsewhere. With
+        `max_new_tokens` there are as many steps, each token a stand-in too.
+        """
+        plan = Plan(self._prompts(prompt), _checked(max_new_tokens))
+        return Scan(self.engine, self.tokenizer, self.scope.edges, self.scope.reading, plan)
 
     def run_with_cache(
         self, prompt: Any, names: Asked = None, *, stop_at_layer: int | None = None, rows: Positions = None
@@ -140,7 +148,7 @@ class Root(Editable):
         Returns the logits `[batch seq vocab_size]` of those positions and the values by name. Raises TraceError for a
         name that is none and, before anything runs, DoesNotFitError when what is to be kept does not fit into memory.
         """
-        logits, cache = run_with_cache(self.scope, self._prompts(prompt), names, stop_at_layer, rows)
+        logits, cache = run_with_cache(self.scope, self.engine, self._prompts(prompt), names, stop_at_layer, rows)
         if logits is None:
             return None, cache
         return (cache["logits"] if "logits" in cache else as_value(logits)), cache
@@ -230,6 +238,8 @@ class Root(Editable):
         The same operations as the model's own: of the last block's output they are the logits, to the bit.
         """
         graph, size = self.scope.graph, int(self.hparams.hidden_size)
+        if is_stand_in(hidden) and hidden.shape[-1] == size:
+            return stand_in((*hidden.shape[:-1], int(self.hparams.vocab_size)))
         is_torch = self.engine.name == "torch"
         rows = hidden if is_torch and hasattr(hidden, "detach") else as_array(hidden).astype(np.float32)
         if rows.shape[-1:] != (size,):
@@ -266,6 +276,12 @@ class Root(Editable):
             name = next((one for one in names if one not in found), f"#{token}")
             found[name] = float(array[token])
         return found
+
+
+def _checked(max_new_tokens: int | None) -> int | None:
+    if max_new_tokens is not None and (not isinstance(max_new_tokens, int) or max_new_tokens < 1):
+        raise UsageError(f"max_new_tokens is {max_new_tokens!r}; expected a number of tokens, 1 or more.")
+    return max_new_tokens
 
 
 def _join(others: Any, last: Any) -> Any:
