@@ -82,6 +82,15 @@ def test_every_instruction_is_its_definition_for_long_texts(name: str, multi_que
     steps.check(prompts(graph, [530 if find_format(name).block_size < 256 else 140]), "all")
 
 
+def test_behind_the_last_attention_only_the_wanted_rows_go_on() -> None:
+    graph = graph_for("F16")
+    engine = NativeEngine(graph, stored_weights(graph, "F16"))
+    kinds, instructions = module.kinds, engine._plain.compiled.instructions
+    last = max(n for n, one in enumerate(instructions) if one.kind == kinds["attention"])
+    assert not any(one.wanted or one.kind == kinds["gather"] for one in instructions[: last + 1])
+    assert all(one.wanted != (one.kind == kinds["gather"]) for one in instructions[last + 1 :])
+
+
 @ISAS
 @given(data=st.data())
 @settings(max_examples=15)

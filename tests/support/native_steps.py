@@ -53,10 +53,12 @@ class Steps:
         assert np.isfinite(self.arrays[logits]).all()
 
     def _check_one(self, i: Any, given: list[np.ndarray]) -> None:
-        def columns(view: Any, count: int) -> np.ndarray:
-            return given[view.slot][:, view.column : view.column + count]
+        rows = len(self.wanted) if i.wanted else self.rows
 
-        found = self.arrays[i.out.slot][:, i.out.column : i.out.column + i.cols]
+        def columns(view: Any, count: int) -> np.ndarray:
+            return given[view.slot][:rows, view.column : view.column + count]
+
+        found = self.arrays[i.out.slot][:rows, i.out.column : i.out.column + i.cols]
         if i.kind == self.kinds["add"]:
             np.testing.assert_array_equal(found, columns(i.a, i.cols) + columns(i.b, i.cols))
         elif i.kind == self.kinds["gather"]:

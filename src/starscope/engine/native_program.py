@@ -3,7 +3,8 @@
 A normalization goes with the linear layer that reads it, an activation and a residual sum with the layer before them,
 the operations of attention with one another: wherever nothing else reads what is between them. Splitting and merging
 heads move nothing, they are other views of the same columns. Every other value gets a slot, some columns of each row in
-one buffer, which is given on to a later value once nothing reads it any more.
+one buffer, which is given on to a later value once nothing reads it any more. Behind the last attention only the rows
+whose logits are wanted go on.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Compiler:
     instructions: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     inputs: list[Input] = field(default_factory=list)
     done: set[int] = field(default_factory=set)  # operations that went into another's instruction
+    narrowed: bool = False  # whether every value in use has the wanted rows only
     ends: list[int] = field(default_factory=lambda: [0])
     attention: tuple[Op, Op] | None = None  # the one under way: its scores and its mix
     attentions: dict[int, dict[str, Any]] = field(default_factory=dict)  # block -> its instruction's fields
@@ -134,8 +136,13 @@ class Compiler:
     def _linear(self, op: Op) -> None:
         norm, gather = self._before(op)
         source = (norm or gather or op).inputs[0]
-        fields: dict[str, Any] = {"a": self._read(source), "matrix": self.matrix(op.weights[0]), "gather": bool(gather)}
-        fields["wanted"] = not gather and self._chosen(op)
+        fields: dict[str, Any] = {
+            "a": self._read(source),
+            "matrix": self.matrix(op.weights[0]),
+            "wanted": self._chosen(op),
+        }
+        if gather and not self.narrowed:
+            fields.update(gather=True, wanted=False)
         if len(op.weights) > 1:
             fields["bias"] = self.vector(op.weights[1])
         if norm:
@@ -168,6 +175,9 @@ class Compiler:
 
     def _wanted_rows(self, op: Op) -> None:
         if self._follower(op.outputs[0], ("linear",)):
+            return
+        if self.narrowed:
+            self.places[op.outputs[0]] = self.places[op.inputs[0]]
             return
         a = self._read(op.inputs[0])
         self._emit("gather", a=a, out=self._new_slot_for(op), cols=a.cols)
@@ -254,6 +264,20 @@ class Compiler:
     def _merge_heads(self, op: Op) -> None:
         """The heads lie side by side."""
         self.places[op.outputs[0]] = self.places[op.inputs[0]]
+        is_plain = not (self.split or self.edited or self.kept)
+        if is_plain and not any(later.kind == "scores" for later in self.graph.ops[op.index :]):
+            self._narrow(op)
+
+    def _narrow(self, last: Op) -> None:
+        """Behind the last attention rows are looked at one by one: of what is read there, take the wanted ones."""
+        graph = self.graph
+        if graph.edges[graph.names["logits"]].axes[0] != "wanted":
+            return
+        for edge in [edge for edge in self.places if max(graph.consumers[edge], default=-1) > last.index]:
+            a = self._read(edge)
+            self.places[edge] = self._new_slot(edge)
+            self._emit("gather", a=a, out=self.places[edge], cols=a.cols)
+        self.narrowed = True
 
     # What may go together.
 
@@ -285,7 +309,7 @@ class Compiler:
 
     def _chosen(self, op: Op) -> bool:
         """Whether an operation's input has the wanted rows only."""
-        return self.graph.edges[op.inputs[0]].axes[0] == "wanted"
+        return self.narrowed or self.graph.edges[op.inputs[0]].axes[0] == "wanted"
 
     # Where values lie.
 
