@@ -176,8 +176,13 @@ class AttentionOutput(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         names = ("attention_output", "attention_probabilities")
         if isinstance(index, slice):
-            return tuple(getattr(self._attention, name) for name in names[index])
+            read = {name: getattr(self._attention, name) for name in sorted(names[index], reverse=True)}
+            return tuple(read[name] for name in names[index])
         return getattr(self._attention, names[index])
+
+    def __iter__(self) -> Iterator[Any]:
+        """The pattern is read first, since it comes first: `output, pattern = self_attn.output`."""
+        return iter(self[:])
 
 
 class Layers(Sequence[Block]):
