@@ -27,10 +27,13 @@ class EditedPass:
         self.graph, self.batch, self.is_torch = one.graph, one.batch, one.is_torch
         self.inner, self.done = one, one.done
         self._changes: dict[int, dict[int, Sequence[EditRows]]] = {}  # made -> edge -> changes
-        for edge, changes in edits.of_step(one.batch, 0, len(one.batch.positions)).items():
-            producer = one.graph.producers[edge]
-            assert producer is not None, "only what an operation makes is edited"
-            self._changes.setdefault(producer + 1, {})[edge] = changes
+        found = edits.of_step(one.batch, 0, len(one.batch.positions))
+        for edge in sorted(edits.edges):
+            # Patterns that any step changes are written in all: the way that attention goes is no step's own.
+            if edge in found or "query" in one.graph.edges[edge].axes:
+                producer = one.graph.producers[edge]
+                assert producer is not None, "only what an operation makes is edited"
+                self._changes.setdefault(producer + 1, {})[edge] = found.get(edge, ())
         for made in [made for made in self._changes if made <= one.done]:  # given instead of made: embeddings
             self._change(made)
 
@@ -59,8 +62,8 @@ class EditedPass:
         self.inner.skip(stop, values)
         self.done = stop
 
-    def finish(self) -> None:
-        self.inner.finish()
+    def finish(self) -> Any:
+        return self.inner.finish()
 
     @property
     def device(self) -> Any:

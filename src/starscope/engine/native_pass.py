@@ -8,12 +8,13 @@ three instructions that only such a read or a write runs; once one is written, t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from starscope.engine.base import Array, Batch
+from starscope.engine.base import MASKED, Array, Batch
 from starscope.engine.passes import attention_of
 from starscope.errors import DoesNotFitError
 from starscope.graph import Op
@@ -22,6 +23,7 @@ from starscope.machine import memory
 if TYPE_CHECKING:
     from starscope.engine.native_engine import NativeEngine
 
+Piece = tuple[int, int, int, Any]  # of one sequence: its first row, new rows, cached positions, the module's cache
 ASK_FOR = 1 << 28  # bytes: whether there is room for less is not asked
 
 
@@ -35,10 +37,9 @@ class NativePass:
 
     def __init__(self, engine: NativeEngine, batch: Batch, known: Mapping[int, Array], done: int) -> None:
         self.graph, self.batch, self.done = engine.graph, batch, done
-        self._engine, self._listed, self._buffers = engine, engine.split(), engine.new_buffers()
+        self._engine, self._listed, self._begun = engine, engine.split(), False
         self._compiled = self._listed.compiled
         self._rows, self._wanted = len(batch.positions), np.ascontiguousarray(batch.wanted, np.int64)
-        self._buffers.fit(self._listed.code, self._rows)
         parts = zip(batch.starts, batch.lengths, batch.pasts, batch.caches, strict=False)
         self._pieces = [(first, length, past, cache.stored) for first, length, past, cache in parts]
         self.logits = np.empty((len(batch.wanted), engine.graph.hp.vocab_size), np.float32)
@@ -58,7 +59,18 @@ class NativePass:
             else:
                 self.write(edge, value)
 
+    @functools.cached_property
+    def _buffers(self) -> Any:
+        """Room for the values of this step alone, from when it has run to somewhere."""
+        self._begun = True
+        buffers = self._engine.new_buffers()
+        buffers.fit(self._listed.code, self._rows)
+        return buffers
+
     def run(self, stop: int) -> None:
+        if self._can_run_whole(stop):
+            self._run_whole()
+            return
         producers = (self.graph.producers[edge] for edge in self._keeping)
         made = {producer + 1 for producer in producers if producer is not None}
         for end in sorted({stop, *(end for end in made if self.done < end < stop)}):
@@ -66,6 +78,43 @@ class NativePass:
             self.done = end
             if end in made:
                 self._keep_outputs(end - 1)
+
+    def _can_run_whole(self, stop: int) -> bool:
+        """Whether nothing has run yet, everything is to, and what is to be kept can be made in arrays here."""
+        apart = any(
+            self.graph.edges[edge].per_sequence and not attention_of(self.graph, edge) for edge in self._keeping
+        )
+        return bool(self._keeping) and stop == len(self.graph.ops) and self.done == 0 and not self._begun and not apart
+
+    def _run_whole(self) -> None:
+        """All of the step in one call, as `forward` does it, with the kept values in arrays."""
+        cached = frozenset(edge for edge in self._keeping if attention_of(self.graph, edge))
+        listed = self._engine.keeping(frozenset(self._keeping) - cached)
+        compiled = listed.compiled
+        for one in compiled.inputs:
+            self._array_of[one.edge][:] = self._engine.weights.rows(one.table, self._indices[one.source])
+        inputs = len(compiled.inputs)
+        kept = [np.empty((self._rows, width), np.float32) for width in compiled.widths[inputs : compiled.arrays - 1]]
+        arrays = [*self._arrays[:inputs], *kept, self.logits]
+        self._engine.run_listed(
+            listed,
+            self._engine.buffers,
+            0,
+            len(compiled.instructions),
+            self._rows,
+            self._wanted,
+            self._pieces,
+            arrays,
+        )
+        self.done = len(self.graph.ops)
+        for edge in self._keeping:
+            if edge in compiled.kept:
+                number, column, cols = compiled.kept[edge]
+                array = arrays[number]
+                is_whole = array.shape[1] == cols and len(self.graph.edges[edge].axes) == 2
+                self._kept[edge] = array if is_whole else array[:, column : column + cols].reshape(self._shape(edge))
+            else:  # it came in, or is in a cache
+                self._kept[edge] = self.read(edge)
 
     def _run(self, stop: int) -> None:
         """Up to `stop`, with nothing to keep before it."""
@@ -92,16 +141,16 @@ class NativePass:
             self._execute(first + 1, first + 2)
             self._patterns = (op.layer, "softmax")
 
-    def _execute(self, first: int, last: int) -> None:
+    def _execute(self, first: int, last: int, pieces: Sequence[Piece] | None = None) -> None:
+        pieces = self._pieces if pieces is None else pieces
         if first < last:
             self._engine.run_listed(
-                self._listed, self._buffers, first, last, self._rows, self._wanted, self._pieces, self._arrays
+                self._listed, self._buffers, first, last, self._rows, self._wanted, pieces, self._arrays
             )
 
     def read(self, edge: int) -> Any:
         if edge in self._kept:
-            value: Any = self._kept[edge]
-            return [one.copy() for one in value] if isinstance(value, list) else value.copy()
+            return self._kept[edge]
         if edge in self._indices:
             return self._indices[edge].copy()
         cached = attention_of(self.graph, edge)
@@ -115,6 +164,32 @@ class NativePass:
         view, cols = self._compiled.views[edge]
         shape = self._shape(edge)
         return self._buffers.read(view, shape[0], cols).reshape(shape)
+
+    def read_rows(self, edge: int, rows: Sequence[Array]) -> list[Array]:
+        """See `RowReader`. Neighbours among the queries are computed like a sequence of their own."""
+        op = self._pattern_op(edge)
+        if edge in self._kept or self._written is not None or self._patterns == (op.layer, op.kind):
+            return [whole[:, some] for whole, some in zip(self.read(edge), rows, strict=True)]
+        runs: list[tuple[int, int, Piece]] = []  # of each: the sequence, where it begins among its rows, and the piece
+        for i, (some, (first, _, past, cache)) in enumerate(zip(rows, self._pieces, strict=True)):
+            ends = [*(np.flatnonzero(np.diff(some) != 1) + 1).tolist(), len(some)] if len(some) else []
+            for start, stop in zip([0, *ends], ends, strict=False):
+                row = int(some[start])
+                runs.append((i, start, (first + row, stop - start, past + row, cache)))
+        if not runs:
+            return [np.empty((self.graph.hp.num_heads, 0, past + n), np.float32) for _, n, past, _ in self._pieces]
+        pieces = [piece for _, _, piece in runs]
+        places = self._pattern_places(pieces)
+        self._fit_patterns(places)
+        first = self._compiled.beside[op.layer or 0]
+        self._execute(first, first + (1 if op.kind == "scores" else 2), pieces)
+        self._patterns = None  # those of the whole step have been there
+        heads, unseen = self.graph.hp.num_heads, np.float32(MASKED if op.kind == "scores" else 0)
+        parts = zip(rows, self._pieces, strict=True)
+        made = [np.full((heads, len(some), past + n), unseen) for some, (_, n, past, _) in parts]
+        for (i, start, (_, count, _, _)), where in zip(runs, places, strict=True):
+            made[i][:, start : start + count, : where[-1]] = self._buffers.read_pattern(*where)
+        return made
 
     def write(self, edge: int, value: Any) -> None:
         cached = attention_of(self.graph, edge)
@@ -168,7 +243,7 @@ class NativePass:
         """Have the scores or probabilities that are an op's output in the patterns' memory."""
         if self._patterns == (op.layer, op.kind):
             return
-        self._fit_patterns()
+        self._fit_patterns(self._pattern_places())
         first = self._compiled.beside[op.layer or 0]
         if self._patterns != (op.layer, "scores"):
             self._execute(first, first + 1)
@@ -182,21 +257,21 @@ class NativePass:
         for one, (_, *shape) in zip(given, places, strict=True):
             if one.shape != tuple(shape):
                 raise ValueError(f"a pattern is {list(one.shape)}; expected {list(shape)}.")
-        self._fit_patterns()
+        self._fit_patterns(places)
         for one, (offset, *_) in zip(given, places, strict=True):
             self._buffers.write_pattern(offset, one)
         self._patterns, self._written = (op.layer, op.kind), op.layer
 
-    def _pattern_places(self) -> list[tuple[int, int, int, int]]:
+    def _pattern_places(self, pieces: Sequence[Piece] | None = None) -> list[tuple[int, int, int, int]]:
         """Of each sequence: where its pattern begins, heads, new rows and keys."""
         places, heads, at = [], self.graph.hp.num_heads, 0
-        for _, length, past, _ in self._pieces:
+        for _, length, past, _ in self._pieces if pieces is None else pieces:
             places.append((at, heads, length, past + length))
             at += heads * length * (past + length)
         return places
 
-    def _fit_patterns(self) -> None:
-        floats = sum(heads * rows * keys for _, heads, rows, keys in self._pattern_places())
+    def _fit_patterns(self, places: Sequence[tuple[int, int, int, int]]) -> None:
+        floats = sum(heads * rows * keys for _, heads, rows, keys in places)
         if 4 * floats > ASK_FOR:
             free = memory()["available"]
             if free is not None and 4 * floats > free:

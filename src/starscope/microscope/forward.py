@@ -223,8 +223,12 @@ class Forward:
         self._advance(facts.made)
         rows = self._pass.read(edge)
         shown = self._with_other_rows(rows) if edge == self.edges.logits else self.view.show(rows, facts.form)
-        value = self._own(shown)
-        served = Served(edge, facts, value, self._watch(value), used=facts.first_use < self._done)
+        if isinstance(shown, np.ndarray) and self._watch is Watch:
+            value, watch = Watch.new_value(np.ascontiguousarray(shown))
+        else:
+            value = self._own(shown)
+            watch = self._watch(value)
+        served = Served(edge, facts, value, watch, used=facts.first_use < self._done)
         self._hand_out(served)
         return served
 
@@ -286,7 +290,9 @@ class Forward:
 
     def _check_late(self) -> None:
         for served in self._used:
-            if served.watch.may_have_changed() and served.is_changed():
+            watch = served.watch
+            is_the_same = watch.counter is not None and watch.counter._version == watch.version  # in line: it is hot
+            if not is_the_same and served.is_changed():
                 self._refuse_late(served)
 
     def _refuse_late(self, served: Served) -> None:

@@ -74,20 +74,32 @@ def _from_numpy() -> Any:
 class Watch:
     """Tells whether the numbers of a tensor were changed in place, through whatever view of them.
 
-    `might_have` is quick and counts what torch does, not what is done through a NumPy view; `has` looks at the numbers.
-    Numbers on a device are only counted.
+    `counter._version`, against `version`, is a quick answer: torch counts what it does, not what is done through a
+    NumPy view. `has_changed` looks at the numbers; those on a device are only counted.
     """
 
     def __init__(self, value: Any) -> None:
-        self._array: np.ndarray[Any, Any] | None = None
-        self.counter: Any = None
+        array: np.ndarray[Any, Any] | None = None
+        counter: Any = None
         if isinstance(value, np.ndarray):
-            self._array = value.view(np.ndarray)
+            array = value.view(np.ndarray)
         else:
             with _without_subclass()():
-                self.counter = value.detach()  # counts changes together with `value`, and is no subclass
-            if self.counter.device.type == "cpu":
-                self._array = self.counter.numpy()
+                counter = value.detach()  # counts changes together with `value`, and is no subclass
+            if counter.device.type == "cpu":
+                array = counter.numpy()
+        self._begin(array, counter)
+
+    @classmethod
+    def new_value(cls, array: np.ndarray[Any, Any]) -> tuple[Any, Watch]:
+        """`as_value(array)` and its watch, in less time than one after the other."""
+        from_numpy, watch = _from_numpy(), cls.__new__(cls)
+        counter = None if from_numpy is None else from_numpy(array)
+        watch._begin(array, counter)
+        return (array.view(ArrayValue) if counter is None else counter.as_subclass(torch_value())), watch
+
+    def _begin(self, array: np.ndarray[Any, Any] | None, counter: Any) -> None:
+        self._array, self.counter = array, counter
         self.reset()
 
     def reset(self) -> None:
@@ -107,10 +119,6 @@ class Watch:
         if self._array is None:
             return bool(self.counter._version != self.version)
         return self._look() != self._seen
-
-    def may_have_changed(self) -> bool:
-        """Whether somebody wrote to the tensor, as far as that is counted."""
-        return self.counter is None or self.counter._version != self.version
 
 
 def plain(value: Any) -> Any:
