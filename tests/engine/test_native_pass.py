@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from starscope.engine.native_pass import NativePass
-from starscope.engine.passes import attention_of
+from starscope.engine.passes import RowReader, attention_of, read_rows
 from starscope.graph import Graph
 from support.native_passes import FORMAT, MULTI_QUERY, STEPS, after_a_past, as_list, assert_close, assert_same, engines
 from support.numbers import TOLERANCE, ulps
@@ -281,3 +281,27 @@ def test_values_of_another_shape_are_refused() -> None:
     for wrong in (np.zeros((1, 3, 32)), np.zeros((1, 4, 31)), np.zeros((2, 4, 32))):
         with pytest.raises(ValueError, match=r"positions|shape"):
             one.write(keys, [wrong])
+
+
+@FORMAT
+@MULTI_QUERY
+@pytest.mark.parametrize("value", ["attention_scores", "attention_probabilities"])
+@given(data=st.data())
+@settings(max_examples=8)
+def test_patterns_of_some_queries_are_those_of_all(
+    name: str, multi_query: bool, value: str, data: st.DataObject
+) -> None:
+    engine, _ = engines(name, multi_query)
+    graph, lengths = engine.graph, data.draw(st.sampled_from(STEPS))
+    edge = graph.names[f"layers.1.self_attn.{value}"]
+    rows = [np.array(data.draw(st.lists(st.integers(0, n - 1), max_size=6)), np.int64) for n in lengths]
+    one, other = (engine.begin(prompts(graph, lengths), after_a_past(engine, lengths), "all") for _ in range(2))
+    for each in (one, other):
+        each.run(graph.producers[edge] + 1)
+    assert isinstance(one, RowReader)
+    whole = other.read(edge)
+    assert_same(read_rows(one, edge, rows), [v[:, some].copy() for v, some in zip(whole, rows, strict=True)])
+    assert_same(one.read(edge), whole)
+    for each in (one, other):
+        each.run(len(graph.ops))
+    assert_same(one.read(graph.names["logits"]), other.read(graph.names["logits"]))

@@ -231,22 +231,24 @@ void check_program(const Program& program, const Code& code) {
     expect(code.program == &program, "the code was compiled by another program");
 }
 
-// (first_row, new_rows, past, cache) each; they have all rows, or there are none.
-std::vector<Sequence> sequences_of(nb::list items, size_t rows) {
+// (first_row, new_rows, past, cache) each; they have all rows, or there are none. `some`: they may be any rows.
+std::vector<Sequence> sequences_of(nb::list items, size_t rows, bool some) {
     std::vector<Sequence> sequences;
     size_t covered = 0;
     for (nb::handle item : items) {
         const nb::tuple tuple = nb::cast<nb::tuple>(item);
         Sequence s{nb::cast<size_t>(tuple[0]), nb::cast<size_t>(tuple[1]), nb::cast<size_t>(tuple[2]),
                    nb::cast<KeyValues*>(tuple[3])};
-        expect(s.first_row == covered && s.new_rows > 0, "sequences must follow one another");
+        expect(
+            s.new_rows > 0 && (some ? s.first_row < rows && s.new_rows <= rows - s.first_row : s.first_row == covered),
+            "sequences must follow one another");
         expect(s.cache != nullptr, "a sequence has no cache");
         expect(s.new_rows <= rows && s.past <= s.cache->capacity && s.new_rows <= s.cache->capacity - s.past,
                "a cache is too small for its sequence");
         covered += s.new_rows;
         sequences.push_back(s);
     }
-    expect(sequences.empty() || covered == rows, "the sequences must have all rows");
+    expect(some || sequences.empty() || covered == rows, "the sequences must have all rows");
     return sequences;
 }
 
@@ -257,7 +259,12 @@ void run(Program& program, const Code& code, Buffers& buffers, size_t first, siz
     check_program(program, code);
     expect(first <= last && last <= code.instructions.size(), "there are no such instructions");
     expect(rows > 0 && wanted.size() <= rows, "a step has no rows, or more wanted ones than rows");
-    Step step{rows, wanted.data(), wanted.size(), sequences_of(sequences, rows), {}, {}};
+    bool only_reads = true;  // of queries and keys, so that the rows that nothing asks for may be left out
+    for (size_t n = first; n < last; ++n) {
+        const int kind = code.instructions[n].kind;
+        only_reads = only_reads && (kind == kScores || kind == kSoftmax);
+    }
+    Step step{rows, wanted.data(), wanted.size(), sequences_of(sequences, rows, only_reads), {}, {}};
     const Edits all_edits = edits_of(edits);  // keeps the arrays
     expect(code.edits == all_edits.list.size(), "another number of edits was compiled");
     step.edits = all_edits.list;
