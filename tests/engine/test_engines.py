@@ -248,19 +248,6 @@ def test_nothing_but_the_logits_outlives_a_run() -> None:
     assert set(values) == {GRAPH.names["logits"]}
 
 
-def test_named_values_are_those_of_the_run() -> None:
-    engine = NumpyEngine(GRAPH, weights())
-    read = engine.read_values(
-        [1, 2, 3, 4], ["logits", "layers.1.self_attn.attention_probabilities", "layers.0.layer_mid"]
-    )
-    np.testing.assert_array_equal(read["logits"], engine.forward([[1, 2, 3, 4]])[0])
-    pattern = read["layers.1.self_attn.attention_probabilities"]
-    assert pattern.shape == (3, 4, 4)
-    np.testing.assert_allclose(pattern.sum(-1), 1, rtol=4 * 2.0**-23)
-    assert not np.triu(pattern, 1).any()
-    assert read["layers.0.layer_mid"].shape == (4, 24)
-
-
 def test_memory_that_runs_out_in_torch_is_an_error_of_ours() -> None:
     with pytest.raises(DoesNotFitError, match="not enough memory on cpu"), memory_errors("cpu"):
         torch.empty(10**15)

@@ -14,7 +14,6 @@ from starscope.cli.common import Session, engine_options, everywhere, headline
 from starscope.cli.units import bytes_text, count_text
 
 if TYPE_CHECKING:
-    from starscope.engine.numpy_engine import NumpyEngine
     from starscope.generate import Completion
     from starscope.model import Model
 
@@ -37,7 +36,8 @@ AFTER = """
 """
 NEXT = (
     ("starscope run demo 'def main():' -n 60", "continue your own text"),
-    ("starscope graph demo", "see every step of the forward pass"),
+    ("starscope trace demo 'def f(x):' --value logits", "look at any value of the forward pass"),
+    ("starscope graph demo", "see every step of it"),
     ("starscope convert FOLDER -o model.gguf", "bring a StarCoder model of your own"),
 )
 
@@ -99,12 +99,10 @@ def describe(model: Model) -> str:
 
 def show_looks(session: Session, model: Model, prompt: str, completion: Completion) -> None:
     """Print which tokens the last new token was predicted from: the five with the most attention."""
-    from starscope.engine.numpy_engine import NumpyEngine
-
     ids = model.tokenizer.encode(prompt) + completion.token_ids[:-1]
     if not completion.token_ids or len(ids) < 3:
         return
-    looks = attention_of_the_last(NumpyEngine(model.graph, model.weights), ids)
+    looks = attention_of_the_last(model, ids)
     new = model.tokenizer.piece(completion.token_ids[-1])
     session.write(f"\n\n# To write its last token, {new!r}, it looked most at:\n")
     for position in sorted(range(len(ids)), key=lambda i: -looks[i])[:5]:
@@ -112,14 +110,13 @@ def show_looks(session: Session, model: Model, prompt: str, completion: Completi
         session.write(f"{looks[position]:>6.1%}  {bar}  {model.tokenizer.piece(ids[position])!r} (token {position})\n")
 
 
-def attention_of_the_last(engine: NumpyEngine, ids: list[int]) -> list[float]:
+def attention_of_the_last(model: Model, ids: list[int]) -> list[float]:
     """The share of attention that the last position pays to each token: the mean over heads and blocks.
 
     The first token is left out: heads with nothing to look for rest on it.
     """
-    names = [f"layers.{i}.self_attn.attention_probabilities" for i in range(engine.graph.hp.num_layers)]
-    patterns = engine.read_values(ids, names).values()  # [num_heads query key] each
-    mean = sum(pattern[:, -1].mean(0) for pattern in patterns) / len(names)
+    patterns = model.keep_values(ids, "layers.*.self_attn.attention_probabilities", rows=-1).to_numpy()
+    mean = sum(pattern[0, :, -1].mean(0) for pattern in patterns.values()) / len(patterns)
     return [0.0, *(float(share) for share in mean[1:] / mean[1:].sum())]
 
 

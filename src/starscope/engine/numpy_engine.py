@@ -214,14 +214,6 @@ class NumpyEngine:
         batch.advance()
         return batch.split_wanted(values[self.graph.names["logits"]])
 
-    def read_values(self, ids: Sequence[int], names: Sequence[str]) -> dict[str, Any]:
-        """Named values of one sequence, from a run of its own. One with a `query` or `key` axis is its one array."""
-        edges = {name: self.graph.edge(name) for name in names}
-        batch = make_batch(self, [ids], None, "last")
-        values, start = input_values(self.graph, batch)
-        self.run(batch, values, start, len(self.graph.ops), keep={edge.index for edge in edges.values()})
-        return {name: values[e.index][0] if e.per_sequence else values[e.index] for name, e in edges.items()}
-
     def begin(self, sequences: Sequences, caches: Sequence[Cache] | None = None, wanted: Wanted = "last") -> NumpyPass:
         """A step that can stop between operations; `forward` otherwise."""
         return NumpyPass(self, make_batch(self, sequences, caches, wanted))
