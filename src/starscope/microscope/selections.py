@@ -117,7 +117,10 @@ def stretches(kept: Kept, end: int, name: str, *, last: int = ENDLESS) -> list[S
         start = 0 if first is None else first + end if first < 0 else first
         stop = end if final is None else final + end if final < 0 else final
         return [Stretch(max(start, 0), stop, max(-start, 0))] if max(start, 0) < stop else []
-    return list(_runs([_from_end(one, end, name) for one in kept]))
+    places: dict[int, int] = {}  # where -1 and 5 are one place, the first counts
+    for i, one in enumerate(kept):
+        places.setdefault(_from_end(one, end, name), i)
+    return list(_runs(list(places.items())))
 
 
 def _from_end(number: int, end: int, name: str) -> int:
@@ -126,12 +129,13 @@ def _from_end(number: int, end: int, name: str) -> int:
     return number + end if number < 0 else number
 
 
-def _runs(numbers: list[int]) -> Iterator[Stretch]:
-    """Numbers that follow one another together."""
+def _runs(places: list[tuple[int, int]]) -> Iterator[Stretch]:
+    """Numbers that follow one another, in their own order too, together."""
     start = 0
-    for i in range(1, len(numbers) + 1):
-        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
-            yield Stretch(numbers[start], numbers[i - 1] + 1, start)
+    for i in range(1, len(places) + 1):
+        before = places[i - 1]
+        if i == len(places) or places[i] != (before[0] + 1, before[1] + 1):
+            yield Stretch(places[start][0], before[0] + 1, places[start][1])
             start = i
 
 
