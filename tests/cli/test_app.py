@@ -41,6 +41,9 @@ def test_show_imports_neither_torch_nor_tokenizers(model):
 
 def test_running_on_the_cpu_does_not_import_torch(model):
     assert "torch" not in imported_by("run", str(model), "def f", "-n", "2")
+    for engine in ("native", "numpy"):
+        args = ("--value", "layers.*.layer_output", "--value", "next_token_probs", "--engine", engine)
+        assert "torch" not in imported_by("trace", str(model), "def f", *args)
 
 
 @pytest.mark.parametrize("verb", ALL_VERBS)
@@ -268,7 +271,7 @@ def test_a_completion_script_asks_this_command(shell, cli):
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        ("starscope t", {"tokenize"}),
+        ("starscope t", {"tokenize", "trace"}),
         ("starscope run --te", {"--temperature"}),
         ("starscope completion z", {"zsh"}),
         ("starscope run --engine nu", {"numpy"}),

@@ -208,8 +208,9 @@ def test_too_much_to_keep_is_an_error_before_anything_runs(
         model.run_with_cache([1] * (model.context_length + 1))
 
 
-def test_with_rows_alone_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = starscope.load("demo", engine="torch")
+@pytest.mark.parametrize("engine", ["native", "torch"])
+def test_with_rows_alone_it_fits(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = starscope.load("demo", engine=engine)
     monkeypatch.setattr(cached, "free_memory", lambda: 30_000_000)
     _, cache = model.run_with_cache([1] * 500, "layers.*.self_attn.attention_probabilities", rows=[-1])
     assert cache["layers.5.self_attn.attention_probabilities"].shape == (1, 4, 1, 500)

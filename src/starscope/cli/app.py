@@ -30,6 +30,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "run": ("run:run", "Continue a prompt, or fill a hole in it."),
         "tokenize": ("run:tokenize", "Show a text as a model's tokens."),
         "perplexity": ("perplexity:perplexity", "Measure how well a model predicts the text of files."),
+        "trace": ("trace:trace", "Print values of the forward pass of a prompt."),
         "bench": ("bench:bench", "Measure how fast a model runs on this machine."),
     },
     "Work on files": {
@@ -46,7 +47,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
 PROGRAM, COMPLETE = "starscope", "_STARSCOPE_COMPLETE"
 SYNONYMS = {"generate": "run", "complete": "run", "infer": "run", "info": "show", "inspect": "show"}
 NEAR_VERB, NEAR_OPTION = 0.65, 0.75  # how alike a name must be to be meant; a verb of three letters has room for less
-TAKE_TEXT = ("run", "tokenize")  # verbs with a text among their arguments
+TAKE_TEXT = ("run", "tokenize", "trace")  # verbs with a text among their arguments
 OPTION = re.compile(r"--?[a-z][a-z-]*(=.*)?", re.DOTALL | re.IGNORECASE)  # what somebody may have taken for one
 TARGETS = {verb: target for section in VERBS.values() for verb, (target, _) in section.items()}
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from starscope.engine.base import Array, Batch
 from starscope.graph import Graph
 
@@ -60,13 +62,17 @@ class RowReader(Protocol):
     """A pass that computes the scores or probabilities of some queries without those of the others."""
 
     def read_rows(self, edge: int, rows: Sequence[Array]) -> list[Any]:
-        """Of each sequence `[num_heads n key]`: the queries with these numbers among its new rows, int64 `[n]`."""
+        """Of each sequence `[num_heads n key]`: the queries with these numbers among its new rows, int64 `[n]`,
+        ascending and each once.
+        """
 
 
 def read_rows(one: Pass, edge: int, rows: Sequence[Array]) -> list[Any]:
-    """Scores or probabilities of some queries, `[num_heads n key]` of each sequence."""
+    """Scores or probabilities of some queries, `[num_heads n key]` of each sequence, in the order that is given."""
     if isinstance(one, RowReader):
-        return one.read_rows(edge, rows)
+        asked = [np.unique(some, return_inverse=True) for some in rows]
+        made = one.read_rows(edge, [each for each, _ in asked])
+        return [value[:, where] for value, (_, where) in zip(made, asked, strict=True)]
     return [value[:, some].copy() for value, some in zip(one.read(edge), rows, strict=True)]
 
 

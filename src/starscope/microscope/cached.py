@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ ITEM = 4  # bytes of a float32
 # The queries whose scores an engine has at once, of those that are read and of all.
 SCORED: Mapping[str, Callable[[int, int], int]] = {
     "numpy": lambda _read, every: every,
-    "native": lambda read, every: every if read else 1,
+    "native": lambda read, _every: max(read, 1),
     "torch": lambda read, _every: max(read, 1),
 }
 
@@ -68,14 +68,19 @@ class ActivationCache(Mapping[str, Any]):
         self.prompt_ids: list[list[int]] | None = ids  # None for embeddings
 
     def __getitem__(self, name: str) -> Any:
-        array = self._array(name)
+        array = self.array(name)
         if id(array) not in self._values:
             self._values[id(array)] = as_value(array)
         return self._values[id(array)]
 
-    def _array(self, name: str) -> Array:
+    def array(self, name: str) -> Array:
+        """A value as a NumPy array, by any of its names."""
+        return self._kept[self.standard_name(name)]
+
+    def standard_name(self, name: str) -> str:
+        """The name by which iterating gives a value that goes by this one too."""
         if name in self._kept:
-            return self._kept[name]
+            return name
         try:
             found = self._reading(name).name
         except TraceError as error:
@@ -84,7 +89,7 @@ class ActivationCache(Mapping[str, Any]):
             raise NotKeptError(
                 f"{name} was not kept.", hint="Name it when the model runs: run_with_cache(prompt, names)."
             )
-        return self._kept[found]
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._kept)
@@ -102,23 +107,25 @@ class ActivationCache(Mapping[str, Any]):
 
     def layout(self, name: str) -> tuple[str | None, tuple[str, ...]]:
         """The layout of a value and its axes: ("Residual", ("batch", "seq", "hidden_size"))."""
-        self._array(name)
+        self.array(name)
         return layout_of(self._reading(name))
 
     def to_numpy(self) -> dict[str, Array]:
         """Every value as a NumPy array, by its standard name; the same numbers, not copies."""
         return dict(self._kept)
 
-    def save(self, path: str | os.PathLike[str], *, force: bool = False) -> int:
+    def save(self, path: str | os.PathLike[str], names: Iterable[str] | None = None, *, force: bool = False) -> int:
         """Write the values to a safetensors file, and their axes, rows and the prompt's ids into its metadata; returns
-        its bytes. OutputExistsError for a path that exists, unless `force`.
+        its bytes. `names`: those to write, by any name that they have, which is theirs in the file too (None: all, by
+        the standard ones). OutputExistsError for a path that exists, unless `force`.
         """
+        chosen = list(self if names is None else dict.fromkeys(names))
         metadata = {
-            "axes": json.dumps({name: self.layout(name)[1] for name in self}),
+            "axes": json.dumps({name: self.layout(name)[1] for name in chosen}),
             "prompt_ids": json.dumps(self.prompt_ids),
             "rows": json.dumps(self.rows),
         }
-        return write_safetensors(path, self._kept, metadata, force=force)
+        return write_safetensors(path, {name: self.array(name) for name in chosen}, metadata, force=force)
 
 
 def layout_of(reading: Reading) -> tuple[str | None, tuple[str, ...]]:
@@ -130,9 +137,19 @@ def layout_of(reading: Reading) -> tuple[str | None, tuple[str, ...]]:
 
 
 def run_with_cache(
-    scope: Scope, engine: Engine, prompts: list[Any], asked: Asked, stop_at_layer: int | None, rows: Positions
+    scope: Scope,
+    engine: Engine,
+    prompts: list[Any],
+    asked: Asked,
+    *,
+    stop_at_layer: int | None = None,
+    rows: Positions = None,
+    wants_logits: bool = True,
 ) -> tuple[Array | None, ActivationCache]:
-    """Run prompts (ids or embeddings) and keep what was asked for: NumPy arrays, and the logits unless stopped before.
+    """Run prompts (ids or embeddings) and keep what was asked for, as NumPy arrays.
+
+    The logits are given too, unless the run stops before them. Without `wants_logits` they are not computed for their
+    own sake, and nothing behind the last value that was asked for runs.
 
     See `Root.run_with_cache`.
     """
@@ -141,9 +158,10 @@ def run_with_cache(
     positions = _positions(rows, max(lengths))
     end = None if stop_at_layer is None else _end_of(scope, stop_at_layer)
     wanted = _in_time(scope, choose(scope.names, asked), end, is_embedded=arrays[0].ndim == 2)
+    wants_logits = end is None and (wants_logits or any(one.edge == scope.edges.logits for one in wanted))
     run = _Run(scope, engine, Presentation(lengths, [0] * len(lengths)), positions)
-    run.check_it_fits(wanted, has_logits=end is None)
-    kept, logits = run.collect(engine.begin(arrays, None, "last"), arrays, wanted, has_logits=end is None)
+    run.check_it_fits(wanted, wants_logits=wants_logits)
+    kept, logits = run.collect(engine.begin(arrays, None, "last"), arrays, wanted, wants_logits=wants_logits)
     ids = None if arrays[0].ndim == 2 else [array.tolist() for array in arrays]
     return logits, ActivationCache(kept, scope.reading, positions, ids)
 
@@ -213,7 +231,7 @@ class _Run:
     view: Presentation
     positions: list[int] | None
 
-    def check_it_fits(self, wanted: Sequence[Reading], *, has_logits: bool) -> None:
+    def check_it_fits(self, wanted: Sequence[Reading], *, wants_logits: bool) -> None:
         """DoesNotFitError when what is kept, and what the run needs at once, are more than is free."""
         scope, view = self.scope, self.view
         graph, facts, engine = scope.graph, scope.edges.facts, self.engine
@@ -221,7 +239,7 @@ class _Run:
             raise ContextOverflowError(f"{view.seq} tokens do not fit: the context is {engine.context_length} tokens.")
         edges = {one.edge for one in wanted if one.edge is not None}
         size = sum(int(np.prod(self.shape(facts[edge].form), dtype=object)) for edge in edges - {scope.edges.logits})
-        if has_logits:
+        if wants_logits:
             size += 2 * view.batch * self.count * int(graph.hp.vocab_size)
         kept, needed = ITEM * size, 0
         if engine.device == "cpu":
@@ -252,7 +270,7 @@ class _Run:
         return tuple(shape)
 
     def collect(
-        self, one: Pass, inputs: Sequence[Array], wanted: Sequence[Reading], *, has_logits: bool
+        self, one: Pass, inputs: Sequence[Array], wanted: Sequence[Reading], *, wants_logits: bool
     ) -> tuple[dict[Reading, Array], Array | None]:
         """Run as far as something is wanted."""
         edges = self.scope.edges
@@ -261,21 +279,19 @@ class _Run:
         if inputs[0].ndim == 1 and (ids := edges.graph.inputs["input_ids"]) in needed:
             needed.discard(ids)
             by_edge[ids] = self._ids(inputs)
-        before = [edge for edge in needed if edges.facts[edge].made <= edges.gather]
-        for edge in sorted(before, key=lambda edge: edges.facts[edge].made):
+        order = sorted(needed, key=lambda edge: edges.facts[edge].made)
+        logits = last = None
+        for edge in order:
             one.run(max(one.done, edges.facts[edge].made))
             by_edge[edge] = self._read(one, edge)
-        logits = last = None
-        if has_logits:
+        if wants_logits or any(reading.edge is None and reading.name == "next_token_probs" for reading in wanted):
             one.run(max(one.done, edges.gather))
-            others = self._other_logits(one)
-            for edge in sorted(needed - by_edge.keys(), key=lambda edge: edges.facts[edge].made):
-                one.run(edges.facts[edge].made)
-                by_edge[edge] = self._read(one, edge)
+            others = self._other_logits(one) if wants_logits else []
             one.run(edges.end)
             last = as_array(one.read(edges.logits))
             one.finish()
-            by_edge[edges.logits] = logits = self._all_logits(last, others)
+            if wants_logits:
+                by_edge[edges.logits] = logits = self._all_logits(last, others)
         return {reading: self._value(reading, by_edge, last) for reading in wanted}, logits
 
     def _value(self, reading: Reading, by_edge: Mapping[int, Array], last: Array | None) -> Array:

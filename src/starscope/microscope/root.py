@@ -148,10 +148,19 @@ class Root(Editable):
         Returns the logits `[batch seq vocab_size]` of those positions and the values by name. Raises TraceError for a
         name that is none and, before anything runs, DoesNotFitError when what is to be kept does not fit into memory.
         """
-        logits, cache = run_with_cache(self.scope, self.engine, self._prompts(prompt), names, stop_at_layer, rows)
+        logits, cache = run_with_cache(
+            self.scope, self.engine, self._prompts(prompt), names, stop_at_layer=stop_at_layer, rows=rows
+        )
         if logits is None:
             return None, cache
         return (cache["logits"] if "logits" in cache else as_value(logits)), cache
+
+    def keep_values(self, prompt: Any, names: Asked, *, rows: Positions = None) -> ActivationCache:
+        """The values of `run_with_cache` alone: nothing runs behind the last of them, and torch is imported no sooner
+        than one is asked for as a tensor.
+        """
+        _, cache = run_with_cache(self.scope, self.engine, self._prompts(prompt), names, rows=rows, wants_logits=False)
+        return cache
 
     def _prompts(self, prompt: Any) -> list[Any]:
         """Ids or embeddings of every prompt."""

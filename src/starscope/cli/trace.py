@@ -1,0 +1,196 @@
+"""`trace`: values of the forward pass of a prompt, by their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from starscope.cli.common import (
+    MODEL,
+    PATH,
+    Session,
+    engine_options,
+    everywhere,
+    json_option,
+    load_model,
+    text_or_stdin,
+)
+from starscope.cli.units import plural
+from starscope.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from starscope.microscope.cached import ActivationCache
+    from starscope.microscope.names import Names
+
+POSITIONS = re.compile(r"(-?\d+)?:(-?\d+)?|-?\d+(,-?\d+)*")
+SHOWN = 6  # numbers of a preview
+
+
+@click.command()
+@click.argument("model", type=MODEL)
+@click.argument("prompt", required=False)
+@click.option("--value", "values", multiple=True, metavar="NAME", help="A value, by any of its names; may be repeated.")
+@click.option("--rows", metavar="ROWS", help="Some positions alone: -1, or 0,3,-1, or 4:8 (default: all).")
+@click.option("-o", "--output", "out", type=PATH, metavar="FILE", help="Write a safetensors file.")
+@click.option("--force", is_flag=True, help="Replace FILE.")
+@click.option("--list", "lists", is_flag=True, help="Print the names of all values with their layouts; nothing runs.")
+@engine_options
+@json_option
+@everywhere
+@click.pass_context
+def trace(
+    ctx: click.Context,
+    model: str,
+    prompt: str | None,
+    values: tuple[str, ...],
+    rows: str | None,
+    out: str | None,
+    force: bool,
+    lists: bool,
+    engine: str,
+    device: str,
+    ctx_length: int | None,
+    threads: int | None,
+) -> None:
+    """Print values of the forward pass of a prompt.
+
+    PROMPT is read from stdin when absent or "-". A NAME is a standard one (layers.3.layer_output), one of the
+    checkpoint's, GGUF's, llama.cpp's or TransformerLens', or a pattern (layers.*.layer_output). The model runs as far
+    as the last of them.
+
+    Each value is printed with its layout, its shape, the lowest, mean and highest number, the norm, and the first
+    numbers of the last position; what is masked in scores does not count. --json prints
+    {"prompt_ids", "rows", "values": {NAME: {"name", "layout", "axes", "shape", "dtype", "data"}}}: "name" is the
+    standard one, "data" nested lists, null for what is no finite number. A safetensors file has the values under the
+    names that were given, and prompt_ids, rows and axes in its metadata.
+    """
+    session: Session = ctx.obj
+    if lists:
+        if values or prompt is not None:
+            raise click.UsageError("--list is for itself; expected no prompt and no --value.", ctx)
+        tell_names(session, model)
+        return
+    if not values:
+        raise UsageError("no value was named.", hint="Give --value NAME; --list prints the names.")
+    if out is not None and session.json:
+        raise click.UsageError("--json and -o are two places for the same values; expected one of them.", ctx)
+    positions = read_positions(rows)
+    text = text_or_stdin(ctx, prompt, "prompt")
+
+    from starscope.cli.show import read_graph
+    from starscope.convert import check_output
+    from starscope.microscope.names import Names
+
+    if out is not None:
+        check_output(Path(out), force, ())
+    chosen = named(Names(read_graph(model)), values)  # a wrong name is told before the weights are read
+    loaded = load_model(session, model, engine, device, ctx_length, threads)
+    cache = loaded.keep_values(text, chosen, rows=positions)
+    if out is not None:
+        size = cache.save(out, chosen, force=force)
+        session.note(f"{plural(len(chosen), 'value')}, {size:,} bytes -> {out}")
+    elif session.json:
+        session.document(as_document(cache, chosen))
+    else:
+        session.write("".join(f"{line}\n" for name in chosen for line in describe(cache, name)))
+
+
+def read_positions(rows: str | None) -> list[int] | slice | None:
+    """--rows as positions."""
+    if rows is None:
+        return None
+    if not POSITIONS.fullmatch(rows):
+        raise UsageError(f"--rows is {rows!r}; expected positions, as in -1 or 0,3,-1 or 4:8.")
+    if ":" in rows:
+        first, _, stop = rows.partition(":")
+        return slice(int(first) if first else None, int(stop) if stop else None)
+    return [int(one) for one in rows.split(",")]
+
+
+def named(names: Names, values: Sequence[str]) -> list[str]:
+    """Names as they were given, and the standard ones that patterns stand for; each value once."""
+    from starscope.microscope.asked import choose
+
+    found: dict[str, str] = {}  # by standard name
+    for value in values:
+        for reading, is_named in choose(names, value):
+            found.setdefault(reading.name, value if is_named else reading.name)
+    return list(found.values())
+
+
+def describe(cache: ActivationCache, name: str) -> list[str]:
+    """A value in three lines."""
+    import numpy as np
+
+    from starscope.engine.base import MASKED
+
+    array = cache.array(name)
+    layout, axes = cache.layout(name)
+    shape = " ".join(map(str, array.shape))
+    lines = [f"{name}  {layout + ' ' if layout else ''}[{' '.join(axes)}] = [{shape}] {array.dtype}"]
+    if array.dtype.kind == "f":
+        seen = array[array > MASKED].astype(np.float64) if (array == MASKED).any() else array.astype(np.float64)
+        facts = {"min": seen.min(), "mean": seen.mean(), "max": seen.max(), "norm": np.sqrt(np.square(seen).sum())}
+        lines.append("  " + "  ".join(f"{fact} {number:.4g}" for fact, number in facts.items()))
+    at = tuple(-1 if axis in ("seq", "query") else 0 for axis in axes[:-1])
+    numbers = array[at]
+    shown = " ".join(f"{number:.4g}" if number != MASKED else "masked" for number in numbers[:SHOWN].tolist())
+    more = " ..." if len(numbers) > SHOWN else ""
+    lines.append(f"  [{' '.join(map(str, at))} :] {shown}{more}")
+    return lines
+
+
+def as_document(cache: ActivationCache, chosen: Sequence[str]) -> dict[str, Any]:
+    """The JSON document of the values."""
+    values = {}
+    for name in chosen:
+        array, (layout, axes) = cache.array(name), cache.layout(name)
+        values[name] = {
+            "name": cache.standard_name(name),
+            "layout": layout,
+            "axes": list(axes),
+            "shape": list(array.shape),
+            "dtype": str(array.dtype),
+            "data": nested(array),
+        }
+    return {"prompt_ids": cache.prompt_ids, "rows": cache.rows, "values": values}
+
+
+def nested(array: np.ndarray[Any, Any]) -> Any:
+    """Nested lists; a number has the digits that tell it from its neighbours, and None is for what is not finite."""
+    if array.ndim > 1:
+        return [nested(one) for one in array]
+    numbers = array.tolist()
+    if array.dtype.kind != "f":
+        return numbers
+    digits = 9 if array.dtype.itemsize == 4 else 17
+    return [float(f"{number:.{digits}g}") if abs(number) < float("inf") else None for number in numbers]
+
+
+def tell_names(session: Session, model: str) -> None:
+    """The names of all values, those of every block as one pattern, in the order in which they are made."""
+    from starscope.cli.show import read_graph
+    from starscope.values import BESIDE_THE_GRAPH, VALUES
+
+    names = ["attention_mask", *read_graph(model).names, "next_token_probs"]
+    assert set(names) >= BESIDE_THE_GRAPH
+    patterns = list(dict.fromkeys(re.sub(r"^layers\.\d+\.", "layers.*.", name) for name in names))
+    rows = [(pattern, VALUES[pattern.rpartition(".")[2]]) for pattern in patterns]
+    if session.json:
+        keys = [
+            {"name": pattern, "layout": value.layout, "axes": list(value.axes), "meaning": value.meaning}
+            for pattern, value in rows
+        ]
+        session.document({"values": keys})
+        return
+    wide = max(map(len, patterns))
+    layouts = [f"{value.layout} [{' '.join(value.axes)}]" for _, value in rows]
+    broad = max(map(len, layouts))
+    lines = zip(rows, layouts, strict=True)
+    session.write("".join(f"{name:<{wide}}  {layout:<{broad}}  {value.meaning}\n" for (name, value), layout in lines))
