@@ -108,8 +108,9 @@ def test_demo_completes_fills_a_hole_and_says_how_to_go_on(cli, demo_model):
     assert "class Point:" in lines
     assert ">>>" in result.stdout
     assert "<<<" in result.stdout
+    assert "it looked most at:" in result.stdout
     assert "tok/s" in result.stdout
-    assert sum(line.startswith("  starscope ") for line in lines) == 3
+    assert sum(line.startswith("  starscope ") for line in lines) == 4
 
 
 def test_demo_without_its_model_is_status_3(cli, no_demo_model, tmp_path):
