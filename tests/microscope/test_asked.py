@@ -36,6 +36,7 @@ def chosen(names: Names, asked: object) -> list[str]:
         ("blocks.*.attn.hook_pattern", [f"layers.{i}.self_attn.attention_probabilities" for i in range(6)]),
         ("blocks[*].hook_resid_mid", [f"layers.{i}.layer_mid" for i in range(6)]),
         ("transformer.h.*.attn.c_attn.output", [f"layers.{i}.self_attn.qkv_proj.output" for i in range(6)]),
+        ("layers.*.self_attn.c_attn.output", [f"layers.{i}.self_attn.qkv_proj.output" for i in range(6)]),
         ("blk.*.attn_qkv.output", [f"layers.{i}.self_attn.qkv_proj.output" for i in range(6)]),
         ("layers.*.mlp.down_proj.input", [f"layers.{i}.mlp.down_proj.input" for i in range(6)]),
         ("layers[2].layer_mid", ["layers.2.layer_mid"]),

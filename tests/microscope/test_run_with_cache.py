@@ -107,6 +107,20 @@ def test_exactly_what_was_asked_for_is_kept(plain: starscope.Model) -> None:
     assert cache.get("logits") is None
 
 
+def bytes_behind(array: Any) -> int:
+    """What an array keeps alive."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return int(array.nbytes)
+
+
+@pytest.mark.parametrize("rows", [None, ROWS], ids=["all", "some"])
+def test_nothing_larger_stays_behind_a_value(model: starscope.Model, rows: Any) -> None:
+    _, cache = model.run_with_cache(PROMPTS, ["*", "layers.*.self_attn.c_attn.output"], rows=rows)
+    for name, array in cache.to_numpy().items():
+        assert bytes_behind(array) == array.nbytes, name
+
+
 def test_a_value_has_all_of_its_names(plain: starscope.Model) -> None:
     _, cache = plain.run_with_cache(
         PROMPTS[0], ["blocks.3.attn.hook_pattern", "layers.*.layer_output", "layers.4.layer_input"]

@@ -67,9 +67,17 @@ def _hooks(names: Names) -> Iterator[str]:
 
 
 def _ends(names: Names) -> Iterator[str]:
-    paths = (*names.parts, *names.native, *names.gguf)
+    mixed = (_under_its_own_name(part.path, part.hf) for part in names.parts.values())
+    paths = (*names.parts, *names.native, *names.gguf, *mixed)
     own = {path: names.part(path) for path in dict.fromkeys(paths) if path}
     for path, part in own.items():
         if part is not None and names.ends(part) is not None:
             yield f"{path}.input"
             yield f"{path}.output"
+
+
+def _under_its_own_name(path: str, native: str) -> str:
+    """`layers.3.self_attn.c_attn`: the checkpoint's name at the place that a part has here."""
+    above, _, _ = path.rpartition(".")
+    name = native.rpartition(".")[2]
+    return f"{above}.{name}" if above else name

@@ -243,7 +243,9 @@ class _Run:
             size += 2 * view.batch * self.count * int(graph.hp.vocab_size)
         kept, needed = ITEM * size, 0
         if engine.device == "cpu":
-            read = self.count if any(facts[edge].form.pattern for edge in edges) else 0
+            # Under edits the rows of patterns are not computed apart.
+            read = self.count if engine.edits is None else view.seq
+            read = read if any(facts[edge].form.pattern for edge in edges) else 0
             sizes = {"rows": sum(view.lengths), "wanted": view.batch, "key": view.seq}
             needed = graph.peak_bytes({**sizes, "query": SCORED[engine.name](read, view.seq)})
             histories = [op.outputs[0] for op in graph.ops if op.kind == "cache"]
