@@ -243,7 +243,7 @@ class TorchEngine:
         return ArrayCache(
             num_layers=self.graph.hp.num_layers,
             context_length=self.context_length,
-            allocate=lambda shape: torch.empty(shape, dtype=torch.float32, device=self._device),
+            allocate=lambda shape: torch.empty(shape, dtype=self.dtype, device=self._device),
             as_cached=(lambda rows: rows.to(torch.float16)) if half else (lambda rows: rows),
         )
 

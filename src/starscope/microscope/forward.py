@@ -8,6 +8,7 @@ change is an error, since it would do nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from starscope.engine.passes import Pass
 from starscope.errors import OutOfOrder, Unavailable, ValueShapeError
 from starscope.microscope.edges import EdgeFacts, Edges
 from starscope.microscope.present import Presentation
-from starscope.microscope.tensors import Watch, as_array, as_value
+from starscope.microscope.tensors import Watch, as_array, as_value, torch_value
 
 
 @dataclass(eq=False)
@@ -105,7 +106,9 @@ class Forward:
         served = self._served.get(edge) or self._serve(edge)
         shape = (self.view.batch, self.view.seq, *rest)
         if shape not in served.views:
-            served.views[shape] = served.value.reshape(shape)
+            is_same = shape == tuple(served.value.shape)
+            with self._recording():
+                served.views[shape] = served.value if is_same else served.value.reshape(shape)
         return served.views[shape]
 
     def set(self, edge: int, value: Any) -> None:
@@ -208,7 +211,8 @@ class Forward:
         served = self._served.get(self.edges.logits)
         if served is not None:
             return served.value
-        return self._own(self._with_other_rows(self._last))
+        with self._recording():
+            return self._own(self._with_other_rows(self._last))
 
     # How it goes.
 
@@ -221,13 +225,14 @@ class Forward:
         if edge != self.edges.logits and edge not in self._ahead:
             self._go_back()
         self._advance(facts.made)
-        rows = self._pass.read(edge)
-        shown = self._with_other_rows(rows) if edge == self.edges.logits else self.view.show(rows, facts.form)
-        if isinstance(shown, np.ndarray) and self._watch is Watch:
-            value, watch = Watch.new_value(np.ascontiguousarray(shown))
-        else:
-            value = self._own(shown)
-            watch = self._watch(value)
+        with self._recording():
+            rows = self._pass.read(edge)
+            shown = self._with_other_rows(rows) if edge == self.edges.logits else self.view.show(rows, facts.form)
+            if isinstance(shown, np.ndarray) and self._watch is Watch:
+                value, watch = Watch.new_value(np.ascontiguousarray(shown))
+            else:
+                value = self._own(shown)
+                watch = self._watch(value)
         served = Served(edge, facts, value, watch, used=facts.first_use < self._done)
         self._hand_out(served)
         return served
@@ -274,7 +279,8 @@ class Forward:
                 pass  # nothing reads them but whoever chooses a token, who gets what was handed out
             elif self.grad or is_changed:
                 self._go_back()
-                self._pass.write(served.edge, self._for_engine(served.value, served.facts))
+                with self._recording():
+                    self._pass.write(served.edge, self._for_engine(self._node_of(served), served.facts))
             if is_changed:
                 served.is_assigned = False
                 served.watch.reset()
@@ -326,10 +332,24 @@ class Forward:
         if isinstance(shown, np.ndarray):
             return as_value(np.ascontiguousarray(shown))
         value = as_value(shown.contiguous())
-        if self.grad:
-            value = value.clone()
-            value.retain_grad()
-        return value
+        return _new_node(value) if self.grad else value
+
+    def _recording(self) -> AbstractContextManager[Any]:
+        """With gradients, what is done between values belongs to their graph, whatever the body has switched off."""
+        if not self.grad:
+            return _NOTHING
+        import torch
+
+        return torch.enable_grad()
+
+    def _node_of(self, served: Served) -> Any:
+        """What consumers use: the tensor that was handed out, by way of its other shapes, which have gradients too."""
+        node = served.value
+        for view in served.views.values() if self.grad else ():
+            if view is not served.value:
+                view.retain_grad()
+                node = view.reshape(served.value.shape)
+        return node
 
     def _copy_of(self, given: Any, name: str, shape: tuple[int, ...]) -> Any:
         """A copy of what somebody gives in the place of a value of that shape."""
@@ -341,10 +361,7 @@ class Forward:
             engine: Any = self._pass
             with torch.set_grad_enabled(self.grad):
                 fresh = tensor.to(device=engine.device, dtype=engine.dtype).contiguous().as_subclass(torch.Tensor)
-                fresh = as_value(fresh).clone()
-            if fresh.requires_grad:
-                fresh.retain_grad()
-            return fresh
+                return _new_node(as_value(fresh)) if self.grad else as_value(fresh).clone()
         array = as_array(given)
         check_shape(name, shape, array.shape, array.dtype.kind == "f")
         return as_value(np.array(array, np.float32, order="C"))
@@ -372,6 +389,21 @@ class Forward:
         with torch.set_grad_enabled(self.grad):
             others = others.masked_fill(torch.from_numpy(padding).to(others.device)[..., None], 0)
             return torch.cat([others, last[:, None]], dim=1)
+
+
+_NOTHING = nullcontext()
+
+
+def _new_node(value: Any) -> Any:
+    """A copy of a tensor that has a gradient of its own; the beginning of a graph where nothing before it has one."""
+    import torch
+
+    with torch._C.DisableTorchFunctionSubclass():
+        node = (value if value.requires_grad else value.detach().requires_grad_()).clone()
+        node.retain_grad()
+    # No `as_subclass`: it gives a view, and a view loses its gradient once another view of the numbers is written to.
+    node.__class__ = torch_value()
+    return node
 
 
 def check_shape(name: str, expected: tuple[int, ...], found: Sequence[int], is_float: bool) -> None:
