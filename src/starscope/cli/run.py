@@ -18,6 +18,7 @@ from starscope.cli.common import (
     text_argument,
     text_or_stdin,
 )
+from starscope.cli.editing import Source, edit_options, with_edits
 from starscope.cli.infilling import infill_options
 from starscope.cli.sampling import sampling_options
 from starscope.cli.units import plural
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 @sampling_options
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text, taken literally; may be repeated.")
 @click.option("--logprobs", type=int, default=0, metavar="N", help="With --json: the N likeliest tokens of each place.")
+@edit_options
 @engine_options
 @json_option
 @everywhere
@@ -53,6 +55,7 @@ def run(
     sampling: SamplingArguments,
     stop: tuple[str, ...],
     logprobs: int,
+    edits: list[Source],
     engine: str,
     device: str,
     ctx_length: int | None,
@@ -84,7 +87,7 @@ def run(
     if after is None:
         check_there_is_a_hole(**hole)
 
-    loaded = load_model(session, model, engine, device, ctx_length, threads)
+    loaded = with_edits(load_model(session, model, engine, device, ctx_length, threads), edits)
     session.detail(f"sampling: {describe(options)}")
     if idle := idle_options(ctx, options):
         session.note(f"note: at temperature 0 these do nothing: {', '.join(idle)}.")

@@ -21,11 +21,11 @@ from starscope.microscope.selections import Selection, indices
 from starscope.microscope.tensors import as_array
 
 if TYPE_CHECKING:
-    from starscope.model import Model
+    from starscope.microscope.root import Root
 
 
 def mean_ablation(
-    model: Model,
+    model: Root,
     value: str,
     layer: int | None,
     head: int | Sequence[int] | None,
@@ -43,7 +43,7 @@ def mean_ablation(
 
 
 def resample_ablation(
-    model: Model,
+    model: Root,
     value: str,
     layer: int | None,
     head: int | Sequence[int] | None,
@@ -73,7 +73,7 @@ def _several(prompts: Any) -> list[Any]:
     return list(prompts)
 
 
-def _rows_of(model: Model, value: str, layer: int | None, head: Any, prompt: Any) -> np.ndarray[Any, Any]:
+def _rows_of(model: Root, value: str, layer: int | None, head: Any, prompt: Any) -> np.ndarray[Any, Any]:
     """A value of one prompt: `[positions width]`, or `[positions heads head_dim]` of the heads chosen."""
     scope, asked = model.scope, Edit(value, "zero", layers=layer, heads=head)
     readings = find_values(asked, scope.names)

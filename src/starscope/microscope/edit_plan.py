@@ -212,18 +212,10 @@ def _of_layers(name: str, names: Names) -> str | None:
     """The name with `{i}` for the layer; None for one value's."""
     if "{i}" in name:
         return name
-    if _is_value(name, names):
+    if names.find(name) is not None:
         return None
-    found = (f"{host}.{name}" for host in HOSTS)
-    return next((pattern for pattern in found if _is_value(pattern.format(i=0), names)), None)
-
-
-def _is_value(name: str, names: Names) -> bool:
-    try:
-        names.reading(name)
-    except TraceError:
-        return False
-    return True
+    patterns = (f"{host}.{name}" for host in HOSTS)
+    return next((pattern for pattern in patterns if names.find(pattern.format(i=0)) is not None), None)
 
 
 def _plan(edit: Edit, reading: Reading, where: int, edges: Edges) -> Planned:

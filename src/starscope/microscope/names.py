@@ -166,6 +166,13 @@ class Names:
 
     def reading(self, name: str) -> Reading:
         """What a name stands for. TraceError, with the nearest names, when it is nothing."""
+        found = self.find(name)
+        if found is None:
+            raise TraceError(f"no value is called {name!r}.", hint=self._near(_normal(name)))
+        return found
+
+    def find(self, name: str) -> Reading | None:
+        """What a name stands for; None when it is nothing."""
         path = _normal(name)
         path = self._hook(path) or self._node(path) or path
         if path in self.graph.names:
@@ -184,7 +191,7 @@ class Names:
         found = self.part(path)
         if found and (ends := self.ends(found)) is not None:  # a part's name alone: what comes out
             return self._plainly(f"{found}.output", ends[1])
-        raise TraceError(f"no value is called {name!r}.", hint=self._near(path))
+        return None
 
     def _plainly(self, name: str, edge: int) -> Reading:
         axes = self.graph.edges[edge].axes
