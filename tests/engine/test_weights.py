@@ -92,3 +92,15 @@ def test_rows_are_those_of_the_whole_table(kind: str, files: dict[str, Path]) ->
                 source.read_rows(slot, np.array(rows))
     with pytest.raises(InputError, match="is closed"):
         source.read_rows(slot, np.array(ROWS))
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_rows_asked_for_one_by_one_are_the_tables_own_whatever_is_read_along(kind: str, files: dict[str, Path]) -> None:
+    weights = starscope.load(files[kind], engine="native").weights
+    table = weights["embed_positions.weight"].copy()
+    weights.forget("embed_positions.weight")
+    last = len(table) - 1
+    for row in (3, 4, 5, 6, 40, 5, 6, 7, *range(last - 40, last + 1), last, 0, 1):
+        [read] = weights.rows("embed_positions.weight", np.array([row]))
+        assert np.array_equal(read, table[row])
+        read[:] = 0  # whoever has it may change it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -19,6 +20,7 @@ from starscope.graph import Graph
 if TYPE_CHECKING:
     from starscope.engine.passes import Pass
     from starscope.engine.weights import Weights
+    from starscope.family import HParams
 
 Array = npt.NDArray[Any]
 Sequences = Sequence[Sequence[int] | Array]
@@ -87,11 +89,12 @@ class Batch:
 
     @property
     def starts(self) -> list[int]:
-        return [0, *np.cumsum(self.lengths).tolist()]
+        return [0, *itertools.accumulate(self.lengths)]
 
     def split_wanted(self, logits: Array) -> list[Array]:
         """Logits `[wanted vocab_size]` cut into one array a sequence."""
-        return np.split(logits, np.cumsum(self.wanted_lengths)[:-1])
+        ends = list(itertools.accumulate(self.wanted_lengths))
+        return [logits[end - length : end] for end, length in zip(ends, self.wanted_lengths, strict=True)]
 
     def advance(self) -> None:
         """Tell every cache that the step is complete."""
@@ -149,11 +152,47 @@ def make_batch(engine: Engine, sequences: Sequences, caches: Sequence[Cache] | N
     caches = [engine.new_cache() for _ in sequences] if caches is None else list(caches)
     if len({id(cache) for cache in caches}) != len(caches):
         raise InvalidContentError("one cache was given for two sequences; expected one each.")
-    arrays = [np.asarray(sequence) for sequence in sequences]
+    arrays = [_as_input(sequence, hp) for sequence in sequences]
     embedded = arrays[0].ndim == 2
-    for array, cache in zip(arrays, caches, strict=True):
-        if embedded:
-            if array.ndim != 2 or array.shape[1] != hp.hidden_size or array.dtype.kind != "f":
+    if any((array.ndim == 2) != embedded for array in arrays):
+        raise InvalidContentError("some sequences are token ids and some are embeddings; expected one kind.")
+    lengths = [len(array) for array in arrays]
+    for length, cache in zip(lengths, caches, strict=True):
+        total = cache.length + length
+        if total > cache.context_length:
+            raise ContextOverflowError(
+                f"{total} tokens do not fit: the context is {cache.context_length} tokens.",
+                hint="Shorten the prompt; this family has no positions past its end.",
+            )
+    if own:
+        for row, (cache, length) in enumerate(zip(caches, lengths, strict=True)):
+            cache.row, cache.prompt_length = row, length
+    pasts = [cache.length for cache in caches]
+    rows = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    positions = [np.arange(past, past + n) for past, n in zip(pasts, lengths, strict=True)]
+    return Batch(
+        ids=None if embedded else rows,
+        embeddings=rows if embedded else None,
+        positions=positions[0] if len(positions) == 1 else np.concatenate(positions),
+        lengths=lengths,
+        pasts=pasts,
+        caches=caches,
+        wanted=np.array([end - 1 for end in itertools.accumulate(lengths)])
+        if wanted == "last"
+        else np.arange(len(rows)),
+        wanted_lengths=[1] * len(arrays) if wanted == "last" else lengths,
+    )
+
+
+def _as_input(sequence: Any, hp: HParams) -> Array:
+    """Ids as int64 `[n]` or embeddings as float32 `[n hidden_size]`, of the model's range and width."""
+    if isinstance(sequence, list) and len(sequence) == 1 and type(sequence[0]) is int:  # decoding: not much else to do
+        low = high = sequence[0]
+        array = np.array(sequence)
+    else:
+        array = np.asarray(sequence)
+        if array.ndim == 2:
+            if array.shape[1] != hp.hidden_size or array.dtype.kind != "f":
                 raise InvalidContentError(
                     f"embeddings are {array.dtype} {list(array.shape)}; expected float [n {hp.hidden_size}]."
                 )
@@ -161,32 +200,13 @@ def make_batch(engine: Engine, sequences: Sequences, caches: Sequence[Cache] | N
             raise InvalidContentError(f"a sequence is {array.dtype} {list(array.shape)}; expected a list of token ids.")
         if not len(array):
             raise InvalidContentError("a sequence has no token; expected at least one.")
-        if not embedded and not 0 <= int(array.min()) <= int(array.max()) < hp.vocab_size:
-            wrong = next(int(i) for i in array if not 0 <= i < hp.vocab_size)
-            raise InvalidContentError(f"token id {wrong} is out of range; expected 0 to {hp.vocab_size - 1}.")
-        total = cache.length + len(array)
-        if total > cache.context_length:
-            raise ContextOverflowError(
-                f"{total} tokens do not fit: the context is {cache.context_length} tokens.",
-                hint="Shorten the prompt; this family has no positions past its end.",
-            )
-    lengths = [len(array) for array in arrays]
-    if own:
-        for row, (cache, length) in enumerate(zip(caches, lengths, strict=True)):
-            cache.row, cache.prompt_length = row, length
-    pasts = [cache.length for cache in caches]
-    ends = np.cumsum(lengths)
-    rows = np.concatenate(arrays)
-    return Batch(
-        ids=None if embedded else rows.astype(np.int64),
-        embeddings=rows.astype(np.float32) if embedded else None,
-        positions=np.concatenate([np.arange(past, past + n) for past, n in zip(pasts, lengths, strict=True)]),
-        lengths=lengths,
-        pasts=pasts,
-        caches=caches,
-        wanted=ends - 1 if wanted == "last" else np.arange(ends[-1]),
-        wanted_lengths=[1] * len(arrays) if wanted == "last" else lengths,
-    )
+        if array.ndim == 2:
+            return array.astype(np.float32)
+        low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= hp.vocab_size:
+        wrong = next(int(i) for i in array if not 0 <= i < hp.vocab_size)
+        raise InvalidContentError(f"token id {wrong} is out of range; expected 0 to {hp.vocab_size - 1}.")
+    return array.astype(np.int64)
 
 
 def whole_batch(rows: int) -> Batch:

@@ -199,7 +199,8 @@ class NativeEngine:
             low, high = max(first, start), min(first + length, stop)
             if low < high:
                 pieces.append((low - start, high - low, past + low - first, cache.stored))
-        begin, end = np.searchsorted(batch.wanted, [start, stop]).tolist()
+        is_all = stop - start == len(batch.positions)
+        begin, end = (0, len(logits)) if is_all else np.searchsorted(batch.wanted, [start, stop]).tolist()
         arrays = []
         for one in self._plain.compiled.inputs:
             if one.edge in known:

@@ -6,7 +6,7 @@ end) or from arrays. A tensor that is absent and tied is the very array that it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +16,8 @@ from starscope.errors import GGUFError, UnsupportedError
 from starscope.family import Family, HParams, Slot
 from starscope.formats import Bytes, decode
 from starscope.gguf.reader import GGUFFile
+
+ROWS_AHEAD = 32  # of a table, read and decoded at once
 
 
 class Source(Protocol):
@@ -115,6 +117,7 @@ class GGUFSource:
 
     def __init__(self, file: GGUFFile, keep: Mapping[str, Array]) -> None:
         self._file, self._keep = file, keep
+        self._ahead: dict[str, tuple[int, Array]] = {}  # of each table: a row that was read alone, and what follows it
 
     def has(self, slot: Slot) -> bool:
         return slot.gguf in self._file.tensors
@@ -130,10 +133,25 @@ class GGUFSource:
         return whole if keep is None else np.ascontiguousarray(whole[keep])
 
     def read_rows(self, slot: Slot, rows: Array) -> Array:
+        if len(rows) == 1:
+            return self._read_row(slot, int(rows[0]))
+        return self._decode_rows(slot, rows.tolist())
+
+    def _read_row(self, slot: Slot, row: int) -> Array:
+        """One row `[1 columns]`. In a table that is read row after row, as positions are, the next ones are read along."""
+        first, decoded = self._ahead.get(slot.name, (row, None))
+        if decoded is None or not first <= row < first + len(decoded):
+            follows = decoded is not None and row == first + len(decoded)
+            stop = min(row + ROWS_AHEAD, slot.shape[0]) if follows else row + 1
+            first, decoded = row, self._decode_rows(slot, range(row, stop))
+            self._ahead[slot.name] = first, decoded
+        return decoded[row - first : row - first + 1].copy()
+
+    def _decode_rows(self, slot: Slot, rows: Sequence[int]) -> Array:
         info = self._file.tensors[slot.gguf]
         assert info.format is not None
         room = np.empty(len(rows) * info.row_bytes, np.uint8)
-        return decode(info.format, self._file.read_each_row(slot.gguf, rows.tolist(), room))
+        return decode(info.format, self._file.read_each_row(slot.gguf, rows, room))
 
     def read_stored(self, slot: Slot, start: int, stop: int, into: Bytes) -> Bytes:
         keep = self._keep.get(slot.gguf)
