@@ -138,7 +138,7 @@ class GGUFSource:
         return self._decode_rows(slot, rows.tolist())
 
     def _read_row(self, slot: Slot, row: int) -> Array:
-        """One row `[1 columns]`. In a table that is read row after row, as positions are, the next ones are read along."""
+        """One row `[1 columns]`. In a table read row after row, as positions are, the next ones are read along."""
         first, decoded = self._ahead.get(slot.name, (row, None))
         if decoded is None or not first <= row < first + len(decoded):
             follows = decoded is not None and row == first + len(decoded)
