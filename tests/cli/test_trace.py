@@ -40,6 +40,18 @@ def test_each_value_is_told_with_layout_shape_and_numbers(cli, model, loaded):
     assert len(lines) == 6
 
 
+def test_what_is_masked_in_scores_does_not_count(cli, model, loaded):
+    lines = cli(
+        "trace", model, PROMPT, "--value", "layers.0.self_attn.attention_scores", "--rows", "0"
+    ).stdout.splitlines()
+    array = values_of(loaded, "layers.0.self_attn.attention_scores", rows=[0])["layers.0.self_attn.attention_scores"]
+    seen = array[..., 0].astype(float)  # the first query sees itself alone
+    assert lines[1] == (
+        f"  min {seen.min():.4g}  mean {seen.mean():.4g}  max {seen.max():.4g}  norm {np.linalg.norm(seen):.4g}"
+    )
+    assert lines[2].startswith(f"  [0 0 -1 :] {array[0, 0, 0, 0]:.4g} masked masked")
+
+
 def test_the_document_has_every_number_as_it_is(cli, model, loaded):
     names = ["layers.0.self_attn.attention_scores", "blk.1.attn_qkv.output", "next_token_probs", "input_ids"]
     result = cli("trace", model, PROMPT, *(arg for name in names for arg in ("--value", name)), "--json")

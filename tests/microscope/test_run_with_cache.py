@@ -218,6 +218,9 @@ def test_too_much_to_keep_is_an_error_before_anything_runs(
     with pytest.raises(DoesNotFitError, match=said) as error:
         model.run_with_cache(ids, "layers.*.self_attn.attention_probabilities")
     assert error.value.hint == "Ask for fewer values, or for some positions alone, as in rows=[-1]."
+    monkeypatch.setattr(cached, "free_memory", lambda: 1_000_000)  # for what is kept, but not for what runs
+    with pytest.raises(DoesNotFitError, match="what is kept of 500 tokens takes 21,504 bytes"):
+        model.run_with_cache(ids, "layers.0.layer_mid", rows=[-1])
     with pytest.raises(ContextOverflowError, match="the context is 512 tokens"):
         model.run_with_cache([1] * (model.context_length + 1))
 
@@ -254,6 +257,7 @@ def test_the_cache_is_saved_with_what_it_is_and_the_same_run_gives_the_same_byte
     data = (tmp_path / "a.safetensors").read_bytes()
     assert data == (tmp_path / "b.safetensors").read_bytes()
     assert len(data) == size
+    assert int.from_bytes(data[:8], "little") % 8 == 0  # the numbers begin at a multiple of 8
     with safe_open(tmp_path / "a.safetensors", "np") as file:
         assert set(file.keys()) == set(cache)
         for name in cache:

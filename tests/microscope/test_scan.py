@@ -46,6 +46,7 @@ def made(model: starscope.Model, name: str) -> int:
 @pytest.mark.parametrize("prompt", [PROMPTS[0], PROMPTS], ids=["one", "two lengths"])
 def test_every_value_has_the_shape_and_type_of_a_trace(model: starscope.Model, kind: str, prompt: Any) -> None:
     names = [*model.graph.names, "attention_mask", "layers.1.self_attn.c_attn.output", "lm_head.input"]
+    names += ["embed_tokens.input"]
     names = [*sorted(names, key=lambda name: made(model, name)), "next_token_probs"]
     with model.scan(prompt):
         scanned = {name: facts(model.scope.get(name)) for name in names}
