@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from starscope import native
+from starscope.engine.native_engine import NativeEngine
 from starscope.engine.native_pass import NativePass
 from starscope.engine.passes import RowReader, attention_of, read_rows
+from starscope.engine.rounding import RoundingEngine
 from starscope.graph import Graph
 from support.native_passes import FORMAT, MULTI_QUERY, STEPS, after_a_past, as_list, assert_close, assert_same, engines
 from support.numbers import TOLERANCE, ulps
-from support.stored import distance, prompts
+from support.stored import distance, make_graph, prompts, stored_weights
+
+module = native.kernels()
+assert module is not None, native.why_missing()
 
 
 def changed_value(graph: Graph, edge: int, value: np.ndarray) -> np.ndarray:
@@ -305,3 +312,58 @@ def test_patterns_of_some_queries_are_those_of_all(
     for each in (one, other):
         each.run(len(graph.ops))
     assert_same(one.read(graph.names["logits"]), other.read(graph.names["logits"]))
+
+
+@pytest.mark.parametrize("isa", module.isas())
+@pytest.mark.parametrize("name", ["F32", "F16", "Q8_0"])
+@MULTI_QUERY
+def test_every_instruction_set_computes_patterns(isa: str, name: str, multi_query: bool) -> None:
+    """With heads of an odd size where the format has them, and more queries than are taken together."""
+    hidden, heads = (96, 8) if name == "Q8_0" else (4 * 37, 4)
+    graph = make_graph(hidden=hidden, heads=heads, multi_query=multi_query, layers=1, positions=400)
+    weights = stored_weights(graph, name)
+    before = module.isa()
+    native.use_isa(isa)
+    try:
+        engine = NativeEngine(graph, weights, threads=3)
+    finally:
+        native.use_isa(before)
+    definition, lengths = RoundingEngine(graph, weights), [1, 7, 150]
+    attention = [f"layers.0.self_attn.attention_{v}" for v in ("queries", "keys", "values", "scores", "probabilities")]
+    heads_at = graph.names["layers.0.self_attn.attention_head_outputs"]
+    one, other = (each.begin(prompts(graph, lengths), after_a_past(each, lengths)) for each in (engine, definition))
+    for value in attention:
+        edge = graph.names[value]
+        for each in (one, other):
+            each.run(graph.producers[edge] + 1)
+        assert_close(name, one.read(edge), other.read(edge))
+        if value.endswith(("scores", "probabilities")):
+            one.write(edge, [changed_value(graph, edge, v) for v in one.read(edge)])
+        other.write(edge, one.read(edge))
+    for each in (one, other):
+        each.run(graph.producers[heads_at] + 1)
+    assert distance(one.read(heads_at), other.read(heads_at)) <= 2e-6
+
+
+def test_a_thousand_passes_take_no_more_memory_than_a_hundred() -> None:
+    engine, _ = engines("Q8_0", multi_query=True)
+    graph, [text] = engine.graph, prompts(engine.graph, [40])
+    scores = graph.names["layers.0.self_attn.attention_scores"]
+    stream = graph.names["layers.0.layer_output"]
+    cache = engine.new_cache()
+
+    def run(count: int) -> int:
+        for i in range(count):
+            cache.truncate(0)
+            one = engine.begin([text], [cache])
+            one.keep([stream] if i % 3 else [])
+            one.run(graph.producers[scores] + 1)
+            one.write(scores, one.read(scores))
+            if i % 5:  # the others are abandoned
+                one.run(len(graph.ops))
+                one.finish()
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = run(100)
+    assert run(900) - before < 2 << 20

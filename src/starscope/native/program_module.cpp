@@ -75,7 +75,9 @@ int add_vector(Program& program, Vector<const float> values) {
 void check_view(const View& view, size_t cols, const std::vector<size_t>& widths, bool optional = false) {
     if (optional && view.slot == -1) return;
     expect(view.slot >= 0 && static_cast<size_t>(view.slot) < widths.size(), "an instruction names no slot");
-    expect(view.column >= 0 && view.column + cols <= widths[view.slot], "an instruction reaches past its slot");
+    const size_t width = widths[view.slot];
+    expect(view.column >= 0 && cols <= width && static_cast<size_t>(view.column) <= width - cols,
+           "an instruction reaches past its slot");
 }
 
 void check_vector(const Program& program, int index, size_t count) {
