@@ -11,9 +11,8 @@ batches and caches a run consists of.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -38,20 +37,8 @@ WITH_FACTOR = ("add", "scale")
 SELECTIONS = ("layers", "heads", "positions", "keys", "steps", "rows")
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Selected:
-    """The selections of an edit; `selections.py` says how each may be written."""
-
-    layers: Selection = None
-    heads: Selection = None
-    positions: Selection = None
-    keys: Selection = None
-    steps: Selection = None
-    rows: Selection = None
-
-
-@dataclass(frozen=True, eq=False)
-class Edit(_Selected):
+@dataclass(frozen=True, eq=False, repr=False)
+class Edit:
     """One change of one value.
 
     `value` is any name of a value: a standard one of every layer (`layer_output`) with `layers` (None: all of them), or
@@ -73,11 +60,18 @@ class Edit(_Selected):
     op: str
     tensor: Any = None
     factor: float = 1.0
+    _: KW_ONLY
+    layers: Selection = None
+    heads: Selection = None
+    positions: Selection = None
+    keys: Selection = None
+    steps: Selection = None
+    rows: Selection = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.value, str) or not self.value:
             raise UsageError(f"an edit's value is {self.value!r}; expected the name of one.")
-        if self.op not in OPS:
+        if not isinstance(self.op, str) or self.op not in OPS:
             raise UsageError(f"an edit's op is {self.op!r}; expected one of {', '.join(OPS)}.")
         for name in SELECTIONS:
             kept = read_selection(
@@ -103,9 +97,9 @@ class Edit(_Selected):
     def _check_factor(self) -> None:
         if isinstance(self.factor, bool) or not isinstance(self.factor, (int, float, np.number)):
             raise UsageError(f"an edit's factor is {self.factor!r}; expected a number.")
-        factor = float(np.float32(self.factor)) if abs(self.factor) <= np.finfo(np.float32).max else math.inf
-        if not math.isfinite(factor):
-            raise UsageError(f"an edit's factor is {self.factor}; expected a number that float32 holds.")
+        if not abs(self.factor) <= float(np.finfo(np.float32).max):
+            raise UsageError("an edit's factor is no number that float32 holds; expected one.")
+        factor = float(np.float32(self.factor))
         if factor != 1 and self.op not in WITH_FACTOR:
             raise UsageError(f"{self.op} takes no factor; those with one are {', '.join(WITH_FACTOR)}.")
         object.__setattr__(self, "factor", factor)
@@ -125,6 +119,12 @@ class Edit(_Selected):
         """One of `SELECTIONS`, as it is kept."""
         kept: Kept = getattr(self, name)
         return kept
+
+    def __repr__(self) -> str:
+        said = {name: shown(self.selection(name)) for name in SELECTIONS if self.selection(name) is not None}
+        said |= {"factor": self.factor} if self.factor != 1 else {}
+        said |= {} if self.tensor is None else {"tensor": f"float32 {list(self.tensor.shape)}"}
+        return f"Edit({', '.join([repr(self.value), repr(self.op), *(f'{key}={one!r}' for key, one in said.items())])})"
 
     def _identity(self) -> tuple[Any, ...]:
         tensor = None if self.tensor is None else (self.tensor.shape, self.tensor.tobytes())

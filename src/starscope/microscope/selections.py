@@ -72,7 +72,10 @@ def _read_span(given: str, name: str, negative: bool, new: bool) -> str:
 def _number(value: Any, name: str) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise UsageError(f"{name} has {value!r}; expected a whole number.")
-    return operator.index(value)
+    number = operator.index(value)
+    if abs(number) >= ENDLESS:
+        raise UsageError(f"{name} has a number of {len(str(abs(number)))} digits; expected a smaller one.")
+    return number
 
 
 def span_of(kept: str) -> tuple[int | None, int | None]:
@@ -151,7 +154,7 @@ def indices(kept: Kept, size: int, name: str) -> list[int]:
     wrong = next((one for one in found if one >= size), None)
     if wrong is not None:
         raise UsageError(f"{name} has {wrong}; there are 0 to {size - 1}.")
-    if len(set(found)) != len(found):
+    if isinstance(kept, tuple) and len(found) != len(kept):
         raise UsageError(f"{name} has one of them twice, from the beginning and from the end; expected it once.")
     return found
 
