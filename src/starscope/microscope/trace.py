@@ -449,21 +449,23 @@ class Trace:
         sequences = self._inputs.take()
         if self.step == 0:
             self._prompts = sequences
+        # What the two below hold is not this trace, which holds them: nothing waits for a collector of garbage.
+        engine, edges, caches = self.engine, self.edges, self._caches
         options = {"grad": True} if self.plan.grad else {}
         others: list[EditRows] = []  # edits of logits, in the rows that are not the last
 
         def begin() -> Pass:
-            one = self.engine.begin(sequences, self._caches, "last", **options)
-            if self.engine.edits is not None:
-                others[:] = changes_of_others(self.engine.edits, self.edges.graph, one.batch)
+            one = engine.begin(sequences, caches, "last", **options)
+            if engine.edits is not None:
+                others[:] = changes_of_others(engine.edits, edges.graph, one.batch)
             return one
 
         def project(rows: Any) -> Any:
-            return functools.reduce(change_rows, others, self.engine.run_tail(self.edges.head, rows))
+            return functools.reduce(change_rows, others, engine.run_tail(edges.head, rows))
 
         return Forward(
             begin,
-            self.edges,
+            edges,
             project,
             grad=self.plan.grad,
             holes=self._holes,
