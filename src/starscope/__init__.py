@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from starscope.errors import StarscopeError as StarscopeError
     from starscope.generate import Completion as Completion
+    from starscope.microscope import Edit as Edit
     from starscope.microscope import save as save
     from starscope.model import Model as Model
     from starscope.model import load as load
@@ -24,13 +25,14 @@ __version__ = "0.1.0"
 
 _HOME = {  # public name -> the module that defines it
     "Completion": "starscope.generate",
+    "Edit": "starscope.microscope",
     "Model": "starscope.model",
     "StarscopeError": "starscope.errors",
     "load": "starscope.model",
     "save": "starscope.microscope",
 }
 
-__all__ = ["Completion", "Model", "StarscopeError", "__version__", "load", "save"]
+__all__ = ["Completion", "Edit", "Model", "StarscopeError", "__version__", "load", "save"]
 
 
 def __getattr__(name: str) -> Any:
