@@ -286,7 +286,7 @@ class TorchEngine:
         from starscope.engine.torch_pass import TorchPass, grad_caches
 
         if grad and caches is None:
-            caches = grad_caches(self, len(sequences))
+            caches = grad_caches(self, [len(one) for one in sequences])
         return TorchPass(self, make_batch(self, sequences, caches, wanted), grad=grad)
 
     def run_tail(self, edge: int, rows: Any) -> Tensor:

@@ -212,7 +212,10 @@ def _hidden_edges(fusions: Mapping[int, Fusion]) -> dict[int, Fusion]:
     return {edge: fusion for fusion in fusions.values() for edge in fusion.hidden}
 
 
-def grad_caches(engine: TorchEngine, count: int) -> Sequence[Cache]:
-    """Caches for a step with gradients."""
+def grad_caches(engine: TorchEngine, lengths: Sequence[int]) -> Sequence[Cache]:
+    """Caches for a step with gradients, of prompts of these lengths."""
     layers, half = engine.graph.hp.num_layers, engine.half_cache
-    return [GradCache(layers, engine.context_length, half=half) for _ in range(count)]
+    caches = [GradCache(layers, engine.context_length, half=half) for _ in lengths]
+    for row, (cache, length) in enumerate(zip(caches, lengths, strict=True)):
+        cache.row, cache.prompt_length = row, length
+    return caches
