@@ -67,11 +67,13 @@ def test_an_edit_in_a_trace_is_what_is_done_there_by_hand(name: str, form: str, 
         assert same(a, b)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    ("name", "form"), [*((name, "F32") for name in ENGINES), ("native", "Q8_0"), ("native", "F16")]
+)
 @settings(max_examples=40)
 @given(case=cases())
-def test_edits_hold_in_chunks_batches_and_decoding_steps(name: str, case: dict[str, Any]) -> None:
-    model = make_model(name, multi_query=case["multi_query"])
+def test_edits_hold_in_chunks_batches_and_decoding_steps(name: str, form: str, case: dict[str, Any]) -> None:
+    model = make_model(name, form, multi_query=case["multi_query"])
     tokens, expected = run_by_hand(model, case["given"], case["prompts"])
     engine = model.with_edits([one.edit for one in case["given"]]).engine
     allowed = 0 if name == "native" else TOLERANCE
@@ -83,6 +85,16 @@ def test_edits_hold_in_chunks_batches_and_decoding_steps(name: str, case: dict[s
         wanted = [expected[0][row, -len(prompt) :], *(step[row] for step in expected[1:])]
         found, right = np.concatenate(parts), np.concatenate(wanted)
         assert np.array_equal(found, right) or ulps(found, right) <= allowed
+
+
+@settings(max_examples=40)
+@given(case=cases())
+def test_edits_hold_where_a_step_is_run_in_pieces(case: dict[str, Any]) -> None:
+    model = make_model("native", "Q8_0", multi_query=case["multi_query"])
+    with model.editing([one.edit for one in case["given"]]), pytest.MonkeyPatch.context() as patched:
+        whole = model.forward(case["prompts"])
+        patched.setattr("starscope.engine.native_engine.ROWS_AT_ONCE", 4)
+        assert same(model.forward(case["prompts"]), whole)
 
 
 @pytest.mark.parametrize("name", ENGINES)

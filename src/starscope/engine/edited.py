@@ -16,7 +16,7 @@ import numpy as np
 
 from starscope.cache import Cache
 from starscope.engine.base import Array, Batch, EditRows, Engine, Sequences, StepEdits, Wanted
-from starscope.engine.passes import Pass, attention_of
+from starscope.engine.passes import Pass, attention_of, read_rows
 from starscope.graph import Graph
 
 
@@ -52,6 +52,9 @@ class EditedPass:
     def read(self, edge: int) -> Any:
         return self.inner.read(edge)
 
+    def read_rows(self, edge: int, rows: Sequence[Array]) -> list[Any]:
+        return read_rows(self.inner, edge, rows)
+
     def write(self, edge: int, value: Any) -> None:
         self.inner.write(edge, value)
 
@@ -82,8 +85,7 @@ def forward_edited(
     """`Engine.forward` by way of a pass."""
     one = EditedPass(engine.begin(sequences, caches, wanted), edits)
     one.run(len(engine.graph.ops))
-    logits = one.read(engine.graph.names["logits"])
-    one.finish()
+    logits = one.finish()
     return one.batch.split_wanted(logits.float().cpu().numpy() if one.is_torch else logits)
 
 
