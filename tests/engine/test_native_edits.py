@@ -157,6 +157,30 @@ def test_what_is_set_is_exact_and_what_is_masked_has_no_weight() -> None:
     assert_same(found, np.repeat(found[:1], 140, axis=0))
 
 
+@pytest.mark.parametrize("name", ["F32", "Q8_0"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_open_attention_meets_no_value_that_it_gives_no_weight(name: str, value: float) -> None:
+    """A later token of the same step whose values are not finite does not reach earlier ones."""
+    engine, _ = engines(name, multi_query=True)
+    graph, [text] = engine.graph, prompts(engine.graph, [140])
+    pattern, values = (graph.names[f"layers.1.self_attn.attention_{one}"] for one in ("probabilities", "values"))
+
+    class Late(Edits):
+        def of_step(self, batch: Batch, start: int, stop: int) -> dict[int, list[EditRows]]:
+            found = super().of_step(batch, start, stop)
+            late = np.flatnonzero(batch.positions[start:stop] == 71)
+            return {**found, values: [EditRows(late, 5, 2, 0.0, np.full((1, 1), value, np.float32))]}
+
+    edits = Late(graph, {pattern: [(0, 60, 0.5, 0.0, 2, 3)], values: []})
+    [whole] = engine.forward([text], None, "all", edits=edits)
+    cache, rows = engine.new_cache(), []
+    for token in text:
+        rows += engine.forward([[token]], [cache], edits=edits)
+    assert np.isfinite(whole[:71]).all()
+    assert not np.isfinite(whole[71:]).any()
+    assert_same(whole[:71], np.concatenate(rows[:71]))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -264,8 +264,10 @@ class Compiler:
     def _merge_heads(self, op: Op) -> None:
         """The heads lie side by side."""
         self.places[op.outputs[0]] = self.places[op.inputs[0]]
-        is_plain = not (self.split or self.edited or self.kept)
-        if is_plain and not any(later.kind == "scores" for later in self.graph.ops[op.index :]):
+        is_looked_at = any((self.graph.producers[edge] or 0) >= op.index for edge in self.edited)
+        if not (self.split or self.kept or is_looked_at) and not any(
+            later.kind == "scores" for later in self.graph.ops[op.index :]
+        ):
             self._narrow(op)
 
     def _narrow(self, last: Op) -> None:

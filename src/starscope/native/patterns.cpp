@@ -95,28 +95,58 @@ class Worker {
 
     void mix_columns(const AttentionSequence& sequence, int head, size_t token, size_t positions, size_t column,
                      const float* pattern) const {
-        const AttentionRows rows{positions * group_, group_, sequence.past + token};
-        const size_t dim = step_.cache.dim, stride = step_.cache.padded_dim();
-        const size_t columns = std::min(kMixColumns, dim - column);
+        const size_t count = positions * group_;
+        mix_rows(sequence, head, token, 0, count, column, end_of(sequence), pattern);
+        for (size_t row = 0; row < count; ++row) write_output(sequence, head, token, row, column, row);
+        // 0 times a value that is not finite is not 0: a row by itself meets only what it gives a weight.
+        for (size_t row = 0; row < count; ++row) {
+            if (is_finite(sequence, head, token, row, column)) continue;
+            const float* weights = pattern + at(sequence, head, token, row);
+            size_t keys = end_of(sequence);
+            while (keys > 1 && weights[keys - 1] == 0) --keys;
+            mix_rows(sequence, head, token, row, 1, column, keys, pattern);
+            write_output(sequence, head, token, row, column, 0);
+        }
+    }
+
+    // Mixes the first `keys` values by the weights of a unit's rows first_row .. first_row+count-1.
+    void mix_rows(const AttentionSequence& sequence, int head, size_t token, size_t first_row, size_t count,
+                  size_t column, size_t keys, const float* pattern) const {
+        const AttentionRows rows{count, group_, sequence.past + token};
+        const size_t columns = std::min(kMixColumns, step_.cache.dim - column);
         bool is_first = true;
-        for (size_t number = 0; number < tiles_of(end_of(sequence)); ++number) {
-            const size_t first = number * kTileKeys, keys = std::min(kTileKeys, end_of(sequence) - first);
-            bool any = is_first && number + 1 == tiles_of(end_of(sequence));  // one at least: it sets the mix
-            for (size_t row = 0; row < rows.count; ++row) {
-                const float* from = pattern + at(sequence, head, token, row) + first;
-                memcpy(place_.tile.scores + row * kScoreStride, from, keys * sizeof(float));
-                for (size_t key = 0; key < keys && !any; ++key) any = from[key] != 0;
+        for (size_t number = 0; number < tiles_of(keys); ++number) {
+            const size_t first = number * kTileKeys, in_tile = std::min(kTileKeys, keys - first);
+            bool any = is_first && number + 1 == tiles_of(keys);  // one at least: it sets the mix
+            for (size_t row = 0; row < count; ++row) {
+                const float* from = pattern + at(sequence, head, token, first_row + row) + first;
+                memcpy(place_.tile.scores + row * kScoreStride, from, in_tile * sizeof(float));
+                for (size_t key = 0; key < in_tile && !any; ++key) any = from[key] != 0;
             }
             if (!any) continue;  // behind all of the rows
-            arithmetic_.mix(tile_of(step_, sequence, head, rows, number, place_), column, columns, keys, is_first);
+            arithmetic_.mix(tile_of(step_, sequence, head, rows, number, place_), column, columns, in_tile, is_first);
             is_first = false;
         }
-        for (size_t row = 0; row < rows.count; ++row) {
-            float* output = step_.output + (sequence.first_row + token + row / group_) * step_.output_stride +
-                            (head * group_ + row % group_) * dim + column;
-            const float* mixed = place_.state.mix + row * stride + column;
-            for (size_t c = 0; c < columns; ++c) output[c] = mixed[c] + 0.0f;
-        }
+    }
+
+    // A unit's row of the output, from a row of the mix.
+    void write_output(const AttentionSequence& sequence, int head, size_t token, size_t row, size_t column,
+                      size_t from) const {
+        float* output = output_of(sequence, head, token, row) + column;
+        const float* mixed = place_.state.mix + from * step_.cache.padded_dim() + column;
+        for (size_t c = 0; c < std::min(kMixColumns, step_.cache.dim - column); ++c) output[c] = mixed[c] + 0.0f;
+    }
+
+    bool is_finite(const AttentionSequence& sequence, int head, size_t token, size_t row, size_t column) const {
+        const float* output = output_of(sequence, head, token, row) + column;
+        float zeros = 0;
+        for (size_t c = 0; c < std::min(kMixColumns, step_.cache.dim - column); ++c) zeros += output[c] * 0.0f;
+        return zeros == 0;
+    }
+
+    float* output_of(const AttentionSequence& sequence, int head, size_t token, size_t row) const {
+        return step_.output + (sequence.first_row + token + row / group_) * step_.output_stride +
+               (head * group_ + row % group_) * step_.cache.dim;
     }
 
     const AttentionStep& step_;
