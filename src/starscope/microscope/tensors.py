@@ -6,6 +6,7 @@ is there for code that was written for other tools; a value outlives its trace w
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import importlib.util
@@ -43,6 +44,14 @@ def torch_value() -> Any:
 
         def save(self) -> torch.Tensor:
             return self.as_subclass(torch.Tensor)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            """Stored as the plain tensor, which is known wherever it is read."""
+            return self.save().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            memo[id(self)] = made = copy.deepcopy(self.save(), memo).as_subclass(type(self))
+            return made
 
     return Value
 

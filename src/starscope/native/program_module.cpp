@@ -331,8 +331,10 @@ nb::ndarray<nb::numpy, float, nb::ndim<3>> read_pattern(const Buffers& buffers, 
     const size_t floats = heads * rows * keys;
     float* copy = new float[floats];
     nb::capsule owner(copy, [](void* at) noexcept { delete[] static_cast<float*>(at); });
-    nb::gil_scoped_release release;
-    memcpy(copy, buffers.patterns() + offset, floats * sizeof(float));
+    {
+        nb::gil_scoped_release release;  // not beyond here: an array is made of Python's memory
+        memcpy(copy, buffers.patterns() + offset, floats * sizeof(float));
+    }
     return {copy, {heads, rows, keys}, owner};
 }
 
@@ -361,8 +363,10 @@ nb::ndarray<nb::numpy, float, nb::ndim<3>> read_cache(KeyValues& cache, size_t l
     const size_t heads = cache.shape.kv_heads, dim = cache.shape.dim;
     float* copy = new float[heads * (stop - start) * dim];
     nb::capsule owner(copy, [](void* at) noexcept { delete[] static_cast<float*>(at); });
-    nb::gil_scoped_release release;
-    cache.read(layer, part == "k", start, stop, copy);
+    {
+        nb::gil_scoped_release release;  // as above
+        cache.read(layer, part == "k", start, stop, copy);
+    }
     return {copy, {heads, stop - start, dim}, owner};
 }
 
