@@ -233,6 +233,25 @@ def test_with_rows_alone_it_fits(engine: str, monkeypatch: pytest.MonkeyPatch) -
     assert cache["layers.5.self_attn.attention_probabilities"].shape == (1, 4, 1, 500)
 
 
+@pytest.mark.parametrize("engine", ["native", "torch"])
+def test_a_run_whose_scores_are_changed_needs_room_for_all_of_them(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = starscope.load("demo", engine=engine)
+    monkeypatch.setattr(cached, "free_memory", lambda: 0)
+
+    def needed() -> int:
+        with pytest.raises(DoesNotFitError) as error:
+            model.run_with_cache([1] * 500, "layers.0.layer_mid")
+        return int(error.value.message.split("the run ")[1].split(";")[0].replace(",", ""))
+
+    plain = needed()
+    with model.editing(Edit("layer_mid", "scale", factor=2.0)):
+        assert needed() == plain
+    with model.editing(Edit("attention_scores", "scale", layers=2, factor=2.0)):
+        assert needed() > 2 * model.num_heads * 500 * 500 * 4 > plain
+
+
 def test_embeddings_have_every_value_but_ids(model: starscope.Model) -> None:
     ids = model.tokenizer.encode(PROMPTS[0])
     expected, _ = model.run_with_cache(PROMPTS[0], "logits")

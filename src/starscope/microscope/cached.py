@@ -243,11 +243,12 @@ class _Run:
             size += 2 * view.batch * self.count * int(graph.hp.vocab_size)
         kept, needed = ITEM * size, 0
         if engine.device == "cpu":
-            # Under edits the rows of patterns are not computed apart.
-            read = self.count if engine.edits is None else view.seq
-            read = read if any(facts[edge].form.pattern for edge in edges) else 0
+            read = self.count if any(facts[edge].form.pattern for edge in edges) else 0
+            changed = () if engine.edits is None else engine.edits.edges
+            is_explicit = any(facts[edge].form.pattern for edge in changed)  # attention goes by way of its patterns
+            query = view.seq if is_explicit else SCORED[engine.name](read, view.seq)
             sizes = {"rows": sum(view.lengths), "wanted": view.batch, "key": view.seq}
-            needed = graph.peak_bytes({**sizes, "query": SCORED[engine.name](read, view.seq)})
+            needed = graph.peak_bytes({**sizes, "query": query})
             histories = [op.outputs[0] for op in graph.ops if op.kind == "cache"]
             each = graph.bytes({**sizes, "query": 1, "key": sum(view.lengths)})
             needed += sum(each[edge] for edge in histories)
