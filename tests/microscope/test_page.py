@@ -8,7 +8,6 @@ Queries are changed in place; nothing depends on how the model was loaded; the a
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,19 +16,11 @@ import torch
 import starscope
 from starscope.convert import convert
 from starscope.engine.rounding import LN_2, LOG2_E, to_bfloat16
-from starscope.formats import INTEGER_FORMATS, round_activation
 from support.checkpoints import make_checkpoint
 from support.numbers import TOLERANCE
-from support.traces import all_values, logits_of, same, value_ulps
+from support.traces import all_values, logits_of, multiplied, same, value_ulps
 
 PROMPT = "def add(a, b):\n    return a"
-
-
-def multiplied(model: starscope.Model, hidden: Any, weight: str) -> Any:
-    """What a linear layer takes: on the native engine with quantized weights, rounded activations."""
-    if model.engine.name != "native" or model.weights.format_name(weight) not in INTEGER_FORMATS:
-        return hidden
-    return torch.from_numpy(round_activation(hidden.numpy()))
 
 
 def is_rounded(model: starscope.Model) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 import starscope
 from starscope.engine.base import MASKED
+from starscope.formats import INTEGER_FORMATS, round_activation
 from starscope.microscope.tensors import as_array
 from starscope.values import BESIDE_THE_GRAPH, MODEL, VALUES, qualified
 from support.numbers import ulps
@@ -70,6 +71,13 @@ def logits_of(model: starscope.Model, prompt: Any, **options: Any) -> torch.Tens
         pass
     logits: torch.Tensor = t.result.logits.detach().clone().as_subclass(torch.Tensor)
     return logits
+
+
+def multiplied(model: starscope.Model, hidden: Any, weight: str) -> Any:
+    """What a linear layer takes: on the native engine with quantized weights, rounded activations."""
+    if model.engine.name != "native" or model.weights.format_name(weight) not in INTEGER_FORMATS:
+        return hidden
+    return torch.from_numpy(round_activation(hidden.numpy()))
 
 
 def same(found: Any, expected: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from starscope.errors import UnsupportedError, UsageError
+from starscope.errors import UnsupportedError, UsageError, ValueShapeError
 from starscope.inputs import is_batch, sequences
 from starscope.microscope.asked import Asked
 from starscope.microscope.cached import ActivationCache, Positions, run_with_cache
@@ -170,7 +170,14 @@ class Root(Editable):
             if not all(isinstance(one, str) for one in prompt):
                 raise UsageError("the prompts are of several kinds; expected texts, or ids, or embeddings.")
             return [self._ids(one) for one in prompt]
-        return [as_array(one) for one in sequences(prompt)]
+        found = [as_array(one) for one in sequences(prompt)]
+        if not found:
+            raise UsageError("an empty list was given; expected a text, token ids, or a list of prompts.")
+        if any(one.ndim == 0 for one in found):
+            raise UsageError(
+                f"{type(prompt).__name__} of single values was given; expected token ids, which are integers."
+            )
+        return found
 
     def _ids(self, text: str) -> list[int]:
         ids = self.tokenizer.encode(text)
@@ -219,14 +226,21 @@ class Root(Editable):
         token_positions: int | Sequence[int] | slice | None = None,
         batch_index: int | Sequence[int] | slice | None = None,
     ) -> None:
-        """In a trace: add `factor * vector` `[hidden_size]` to the output of blocks, everywhere or in places."""
-        for layer in [layers] if isinstance(layers, int) else sorted(layers):
-            block = self.scope.part("layers")[layer]
+        """In a trace: add `factor * vector` `[hidden_size]` to the output of blocks, everywhere or in places.
+
+        Several positions and several rows: at each of the positions in each of the rows.
+        """
+        count, size = int(self.hparams.num_layers), int(self.hparams.hidden_size)
+        chosen = [layers] if isinstance(layers, (int, np.integer)) else list(layers)
+        blocks = {layer % count: self.scope.part("layers")[layer] for layer in chosen}
+        if tuple(np.shape(vector)) != (size,):
+            raise ValueShapeError(f"the vector is {list(np.shape(vector))}; expected [{size}].")
+        rows: Any = slice(None) if batch_index is None else batch_index
+        cols: Any = slice(None) if token_positions is None else token_positions
+        if not any(isinstance(one, (int, np.integer, slice)) for one in (rows, cols)):
+            rows, cols = as_array(rows)[:, None], as_array(cols)
+        for _, block in sorted(blocks.items()):
             output = block.layer_output
-            rows: Any = slice(None) if batch_index is None else batch_index
-            cols = slice(None) if token_positions is None else token_positions
-            if isinstance(rows, Sequence) and isinstance(cols, Sequence):
-                rows = np.asarray(rows)[:, None]
             output[rows, cols] += factor * self._like(vector, output)
 
     @staticmethod
