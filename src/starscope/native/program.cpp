@@ -49,7 +49,7 @@ int Program::add_vector(const float* values, size_t count) {
     return static_cast<int>(vectors_.size()) - 1;
 }
 
-Code Program::compile(std::vector<Instruction> instructions, std::vector<size_t> widths, size_t arrays) const {
+Code Program::compile(std::vector<Instruction> instructions, std::vector<size_t> widths, size_t arrays) {
     Code code{std::move(instructions), std::move(widths), arrays, 0, {}};
     code.whole.assign(code.widths.size(), false);
     size_t prepared = 0;
@@ -68,6 +68,7 @@ Code Program::compile(std::vector<Instruction> instructions, std::vector<size_t>
     code.part_at = (kProducts * sizeof(float) + prepared + 63) / 64 * 64;
     code.part_bytes = (code.part_bytes + 63) / 64 * 64;
     code.program = this;
+    if (private_[0].size() == 0) reserve_private(code);  // nothing has run yet; others need hardly more
     return code;
 }
 
@@ -91,6 +92,11 @@ void Buffers::fit(const Code& code, size_t rows) {
     }
 }
 
+void Program::reserve_private(const Code& code) {
+    const size_t sums = kPartPanels * kMostTiles * kTileRows * kPanelRows * sizeof(float);
+    for (Memory& memory : private_) memory.grow(code.part_at + code.part_bytes + sums);
+}
+
 void Program::reserve(const Code& code, Buffers& buffers, size_t first, size_t last, const Step& step) {
     buffers.fit(code, step.rows);
     for (size_t s = 0; s < code.arrays; ++s) buffers.bases_[s] = step.arrays[s];
@@ -98,8 +104,7 @@ void Program::reserve(const Code& code, Buffers& buffers, size_t first, size_t l
     widths_ = code.widths.data();
     part_at_ = code.part_at;
     part_bytes_ = code.part_bytes;
-    const size_t sums = kPartPanels * kMostTiles * kTileRows * kPanelRows * sizeof(float);
-    for (Memory& memory : private_) memory.grow(part_at_ + part_bytes_ + sums);
+    reserve_private(code);
     size_t longest = 0;
     for (const Sequence& sequence : step.sequences) longest = std::max(longest, sequence.past + sequence.new_rows);
     size_t tiles = 0, scratch = 0, pattern = 0;

@@ -169,7 +169,7 @@ class Program {
     size_t vectors() const { return vectors_.size(); }
 
     // `widths` of all slots; the first `arrays` of them are the caller's.
-    Code compile(std::vector<Instruction> instructions, std::vector<size_t> widths, size_t arrays) const;
+    Code compile(std::vector<Instruction> instructions, std::vector<size_t> widths, size_t arrays);
     // Instructions first .. last-1. One run at a time.
     void run(const Code& code, Buffers& buffers, size_t first, size_t last, const Step& step);
 
@@ -187,6 +187,7 @@ class Program {
                       bool keep);
     float* at(const View& view, size_t row) const { return bases_[view.slot] + row * widths_[view.slot] + view.column; }
     const float* vector(int index) const { return index < 0 ? nullptr : vectors_[index].data(); }
+    void reserve_private(const Code& code);
     void reserve(const Code& code, Buffers& buffers, size_t first, size_t last, const Step& step);
 
     const ComputeKernels& compute_;

@@ -157,7 +157,7 @@ void check_instruction(const Program& program, const Instruction& i, const std::
     check_view(i.out, cols, widths);
 }
 
-Code compile(const Program& program, std::vector<Instruction> instructions, std::vector<size_t> widths, size_t arrays) {
+Code compile(Program& program, std::vector<Instruction> instructions, std::vector<size_t> widths, size_t arrays) {
     expect(arrays <= widths.size(), "there are more arrays than slots");
     for (const Instruction& i : instructions) check_instruction(program, i, widths);
     return program.compile(std::move(instructions), std::move(widths), arrays);

@@ -411,8 +411,8 @@ void programs_give_the_same_bits_on_all_threads(const Set& set) {
                     EXPECT(same(last.data(), expected.data(), last.size()), "%s type %d, %d key heads, %d threads, %d",
                            set.name, type.type_id, kv_heads, threads, open);
                     for (size_t i = 0; open && i < last.size(); ++i) {
-                        EXPECT(fabsf(last[i] - fused[i]) <= (type.type_id == kF32 ? 1e-4f : 0.05f), "%s type %d: %g, %g",
-                               set.name, type.type_id, last[i], fused[i]);
+                        EXPECT(fabsf(last[i] - fused[i]) <= (type.type_id == kF32 ? 1e-4f : 0.05f),
+                               "%s type %d: %g, %g", set.name, type.type_id, last[i], fused[i]);
                     }
                 }
             }
