@@ -152,11 +152,12 @@ def _part(tensor: Any, head: int, shape: tuple[int, ...]) -> Any:
 
 
 def _set(place: torch.Tensor, one: Given, tensor: Any, shape: tuple[int, ...]) -> None:
-    if one.op == "scale":
+    if one.op == "scale" and one.factor:
         place *= one.factor
         return
-    numbers = {"zero": 0.0, "mask": MASKED}.get(one.op, tensor)
-    array = np.float32(one.factor) * np.broadcast_to(np.float32(numbers), shape)
+    numbers = {"zero": 0.0, "scale": 0.0, "mask": MASKED}.get(one.op, tensor)
+    factor = np.float32(one.factor if one.op == "add" else 1)
+    array = factor * np.broadcast_to(np.float32(numbers), shape)
     fresh = torch.from_numpy(np.array(array, np.float32))
     place[:] = place + fresh if one.op == "add" else fresh
 

@@ -288,7 +288,8 @@ def _scale(edit: Edit) -> float:
 
 def _values(edit: Edit, expected: tuple[int, ...], facts: EdgeFacts) -> Array:
     """What is added or written: `[1 1]` for one number, else `[positions or 1, *expected]`."""
-    numbers: dict[str, Any] = {"zero": 0.0, "mask": MASKED, "scale": -0.0}  # x + -0.0 is x, the sign of a zero too
+    # x + -0.0 is x, the sign of a zero too; x times 0 is 0, whatever x is.
+    numbers: dict[str, Any] = {"zero": 0.0, "mask": MASKED, "scale": -0.0 if edit.factor else 0.0}
     if edit.op in numbers:
         return np.full((1, 1), numbers[edit.op], np.float32)
     tensor = edit.tensor
