@@ -285,3 +285,29 @@ def test_the_weights_stay_as_they_are(opened: Any) -> None:
         score(model.logits).backward()
     assert all(one.grad is None for one in model.engine.parameters.values())
     assert same(logits_of(model, PROMPT), plain)
+
+
+@pytest.mark.parametrize("off", [torch.inference_mode, torch.no_grad])
+def test_gradients_switched_off_around_a_trace_leave_its_own(opened: Any, off: Any) -> None:
+    model = opened("torch", "f32")
+    with model.trace(PROMPT, grad=True):
+        expected = model.layers[1].layer_output
+        score(model.logits).backward()
+    with off(), model.trace(PROMPT, grad=True):
+        value, shaped = model.layers[1].layer_output, model.layers[2].self_attn.o_proj.input
+        logits = model.logits
+    score(logits).backward()
+    assert same(value.grad, expected.grad)
+    assert shaped.grad.any()
+    with off(), model.trace([PROMPT, PROMPT[:3]], grad=True) as t:
+        rows = model.layers[1].layer_output
+    score(t.result.logits).backward()
+    assert rows.grad[1, 3:].any()
+    assert not rows.grad[1, :3].any()
+    with off():
+        constant = torch.ones(1, len(PROMPT), model.hidden_size).cumsum(-1).cos()
+    with model.trace(PROMPT, grad=True):
+        model.layers[0].layer_output = constant
+        given = model.layers[0].layer_output
+        score(model.logits).backward()
+    assert given.grad.any()

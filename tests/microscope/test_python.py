@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import starscope
-from starscope.errors import OutsideTrace, Stopped, UsageError
+from starscope.errors import OutOfOrder, OutsideTrace, Stopped, UsageError
 from support.traces import logits_of, read, same, value_names
 
 PROMPT = [40, 33, 250, 7, 61, 33, 250, 100, 9]
@@ -324,3 +324,27 @@ def test_a_class_a_lambda_and_a_comprehension_may_read(quick: starscope.Model) -
         by_name = {name: getattr(quick, name) for name in ("final_norm_output", "logits")}
     assert all(one.shape == last.shape for one in outputs)
     assert same(by_name["logits"], t.result.logits)
+
+
+def test_inference_mode_around_a_trace_changes_nothing(quick: starscope.Model) -> None:
+    plain = logits_of(quick, PROMPT)
+    with quick.trace(PROMPT) as t:
+        quick.layers[1].layer_output[:, -1] *= 2
+    edited = t.result.logits
+    with torch.inference_mode():
+        assert same(logits_of(quick, PROMPT), plain)
+        with quick.trace(PROMPT, max_new_tokens=2) as t:
+            for step in t.steps():
+                value = quick.layers[1].layer_output
+                if step == 0:
+                    value[:, -1] *= 2
+                    assert same(quick.logits, edited)
+        with pytest.raises(OutOfOrder, match="layer_output"), quick.trace(PROMPT):  # noqa: PT012
+            value = quick.layers[1].layer_output
+            _ = quick.layers[1].layer_output, quick.layers[2].layer_mid
+            value[:] = 0
+    with quick.trace(PROMPT) as t:
+        with torch.inference_mode():
+            quick.layers[1].layer_output[:, -1] *= 2
+            assert same(quick.logits, edited)
+        assert same(t.result.logits, edited)

@@ -7,7 +7,7 @@ it, from the same queries and keys. With gradients nothing is fused, so that wha
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,11 +71,13 @@ class TorchPass:
     def __init__(self, engine: TorchEngine, batch: Batch, *, grad: bool) -> None:
         self.graph, self.batch, self.grad = engine.graph, batch, grad
         self.device, self.dtype = engine.device, engine.dtype
-        self._engine, self._step = engine, engine.step(batch)
+        self._engine = engine
         known, self.done = input_values(engine.graph, batch)
-        self._values: dict[int, Any] = {
-            i: torch.from_numpy(np.ascontiguousarray(v)).to(engine.device) for i, v in known.items()
-        }
+        with self._running():
+            self._step = engine.step(batch)
+            self._values: dict[int, Any] = {
+                i: torch.from_numpy(np.ascontiguousarray(v)).to(engine.device) for i, v in known.items()
+            }
         self._ran = self.done  # `done` is ahead of it inside an attention that is to run as one call
         self._kept: set[int] = set()
         self._beside: dict[int, list[Tensor]] = {}
@@ -204,7 +206,8 @@ class TorchPass:
     @contextmanager
     def _running(self) -> Iterator[None]:
         subclasses = torch._C.DisableTorchFunctionSubclass()
-        with memory_errors(self._engine.device), torch.set_grad_enabled(self.grad), subclasses:
+        recording = torch.inference_mode(mode=False) if self.grad else nullcontext()  # whatever mode the caller is in
+        with memory_errors(self._engine.device), recording, torch.set_grad_enabled(self.grad), subclasses:
             yield
 
 

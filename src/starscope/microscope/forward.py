@@ -7,8 +7,8 @@ change is an error, since it would do nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -336,11 +336,7 @@ class Forward:
 
     def _recording(self) -> AbstractContextManager[Any]:
         """With gradients, what is done between values belongs to their graph, whatever the body has switched off."""
-        if not self.grad:
-            return _NOTHING
-        import torch
-
-        return torch.enable_grad()
+        return _recording() if self.grad else _NOTHING
 
     def _node_of(self, served: Served) -> Any:
         """What consumers use: the tensor that was handed out, by way of its other shapes, which have gradients too."""
@@ -359,7 +355,7 @@ class Forward:
             tensor = given if isinstance(given, torch.Tensor) else torch.from_numpy(np.asarray(given))
             check_shape(name, shape, tuple(tensor.shape), tensor.is_floating_point())
             engine: Any = self._pass
-            with torch.set_grad_enabled(self.grad):
+            with self._recording() if self.grad else torch.no_grad():
                 fresh = tensor.to(device=engine.device, dtype=engine.dtype).contiguous().as_subclass(torch.Tensor)
                 return _new_node(as_value(fresh)) if self.grad else as_value(fresh).clone()
         array = as_array(given)
@@ -371,7 +367,8 @@ class Forward:
         if self.view.seq > 1 and self._head_rows is None:
             self._sync(self.edges.gather + 1)
             form = self.edges.facts[self.edges.head].form
-            self._head_rows = self.view.show(self._pass.read(self.edges.head), form)
+            with self._recording():
+                self._head_rows = self.view.show(self._pass.read(self.edges.head), form)
 
     def _with_other_rows(self, last: Any) -> Any:
         """Logits `[batch vocab_size]` of last rows, with those of the rows before them: `[batch seq vocab_size]`."""
@@ -386,7 +383,7 @@ class Forward:
             return np.concatenate([others, last[:, None]], axis=1)
         import torch
 
-        with torch.set_grad_enabled(self.grad):
+        with self._recording() if self.grad else torch.no_grad():
             others = others.masked_fill(torch.from_numpy(padding).to(others.device)[..., None], 0)
             return torch.cat([others, last[:, None]], dim=1)
 
@@ -394,12 +391,20 @@ class Forward:
 _NOTHING = nullcontext()
 
 
+@contextmanager
+def _recording() -> Iterator[None]:
+    import torch
+
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        yield
+
+
 def _new_node(value: Any) -> Any:
     """A copy of a tensor that has a gradient of its own; the beginning of a graph where nothing before it has one."""
     import torch
 
     with torch._C.DisableTorchFunctionSubclass():
-        node = (value if value.requires_grad else value.detach().requires_grad_()).clone()
+        node = (value if value.requires_grad else value.detach().clone().requires_grad_()).clone()
         node.retain_grad()
     # No `as_subclass`: it gives a view, and a view loses its gradient once another view of the numbers is written to.
     node.__class__ = torch_value()

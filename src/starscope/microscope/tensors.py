@@ -84,7 +84,8 @@ class Watch:
     """Tells whether the numbers of a tensor were changed in place, through whatever view of them.
 
     `counter._version`, against `version`, is a quick answer: torch counts what it does, not what is done through a
-    NumPy view. `has_changed` looks at the numbers; those on a device are only counted.
+    NumPy view, and nothing in inference mode (no counter then). `has_changed` looks at the numbers; those on a device
+    are only counted, where they are.
     """
 
     def __init__(self, value: Any) -> None:
@@ -108,7 +109,9 @@ class Watch:
         return (array.view(ArrayValue) if counter is None else counter.as_subclass(torch_value())), watch
 
     def _begin(self, array: np.ndarray[Any, Any] | None, counter: Any) -> None:
-        self._array, self.counter = array, counter
+        self._array, self.counter, self._uncounted = array, counter, None
+        if counter is not None and counter.is_inference():
+            self.counter, self._uncounted = None, counter
         self.reset()
 
     def reset(self) -> None:
@@ -117,15 +120,18 @@ class Watch:
         self._seen = self._look()
 
     def _look(self) -> bytes:
-        if self._array is None:
-            return b""
-        if self._array.nbytes <= SMALL:
-            return self._array.tobytes()
-        return hashlib.blake2b(np.ascontiguousarray(self._array).data.cast("B"), digest_size=16).digest()
+        array = self._array
+        if array is None:
+            if self._uncounted is None:
+                return b""
+            array = as_array(self._uncounted)
+        if array.nbytes <= SMALL:
+            return array.tobytes()
+        return hashlib.blake2b(np.ascontiguousarray(array).data.cast("B"), digest_size=16).digest()
 
     def has_changed(self) -> bool:
         """Whether the numbers are others than at the last `reset`."""
-        if self._array is None:
+        if self._array is None and self.counter is not None:
             return bool(self.counter._version != self.version)
         return self._look() != self._seen
 
