@@ -11,6 +11,7 @@ order that is a pure function of (seed, epoch):
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -23,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from starscope.checkpoint.files import open_regular, read_bytes
-from starscope.errors import InputError, InvalidContentError
+from starscope.errors import DoesNotFitError, InputError, InvalidContentError, OutputError
+from starscope.train.documents import Document
 
 if TYPE_CHECKING:
     import tokenizers
@@ -58,24 +60,6 @@ SPECIAL_TOKENS = (
     "<commit_after>",
     "<reponame>",
 )
-
-
-@dataclass(frozen=True)
-class Document:
-    """One file. `name` is its path relative to where the search began, with `/`."""
-
-    name: str
-    path: Path
-
-    def text(self) -> str:
-        """The text with a byte-order mark removed and line ends as they are. InvalidContentError when not UTF-8."""
-        raw = read_bytes(self.path)
-        try:
-            return raw.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise InvalidContentError(
-                f"{self.path} is not UTF-8 (byte {error.start}).", hint="Convert it or leave it out."
-            ) from None
 
 
 def find_documents(
@@ -138,8 +122,11 @@ class BPE:
         return cls(tokenizers.Tokenizer.from_buffer(read_bytes(path)))
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> BPE:
-        """A vocabulary of exactly `vocab_size` tokens with StarCoder's structure: digits one by one, then bytes."""
+    def train(cls, texts: Iterable[str], vocab_size: int, *, at_most: bool = False) -> BPE:
+        """A vocabulary of exactly `vocab_size` tokens with StarCoder's structure: digits one by one, then bytes.
+
+        InvalidContentError when the text gives fewer, unless `vocab_size` is the most that there may be.
+        """
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -158,7 +145,7 @@ class BPE:
             show_progress=False,
         )
         inner.train_from_iterator(texts, trainer)
-        if inner.get_vocab_size() != vocab_size:
+        if inner.get_vocab_size() != vocab_size and not (at_most and inner.get_vocab_size() < vocab_size):
             raise InvalidContentError(
                 f"the text gives {inner.get_vocab_size()} tokens; expected {vocab_size}.",
                 hint="Ask for a smaller vocabulary (at least 275: 256 bytes and 19 special tokens) or add text.",
@@ -208,9 +195,19 @@ class TokenFile:
 
 
 def write_tokens(
-    path: Path, texts: Iterable[str], codec: Codec, *, vocab_size: int, end_of_text: int, fingerprint: str = ""
+    path: Path,
+    texts: Iterable[str | Iterable[str]],
+    codec: Codec,
+    *,
+    vocab_size: int,
+    end_of_text: int,
+    fingerprint: str = "",
 ) -> None:
-    """Encode documents one at a time into a token file, which is renamed into place when it is complete."""
+    """Encode documents, each whole or in pieces, into a token file, which is renamed into place when it is complete.
+
+    InvalidContentError for an id outside the vocabulary, DoesNotFitError when the disk is full, OutputError when the
+    file cannot be written; nothing is left behind then.
+    """
     dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
     count = documents = size = 0
     temporary = path.with_name(f"{path.name}.tmp")
@@ -218,11 +215,13 @@ def write_tokens(
         with temporary.open("wb") as out:
             out.write(b" " * HEADER_BYTES)
             for text in texts:
-                ids = codec.encode(text)
-                if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-                    raise InvalidContentError(f"the tokenizer gave id {max(ids)}; expected ids below {vocab_size}.")
-                out.write(np.array([*ids, end_of_text], dtype).tobytes())
-                count, documents, size = count + len(ids) + 1, documents + 1, size + len(text.encode())
+                for piece in (text,) if isinstance(text, str) else text:
+                    ids = np.array(codec.encode(piece), np.int64)
+                    _check_range(ids, vocab_size, "the tokenizer gave")
+                    out.write(ids.astype(dtype).tobytes())
+                    count, size = count + len(ids), size + len(piece.encode())
+                out.write(np.array([end_of_text], dtype).tobytes())
+                count, documents = count + 1, documents + 1
             header = {
                 "version": VERSION,
                 "width": dtype.itemsize,
@@ -237,8 +236,21 @@ def write_tokens(
             out.flush()
             os.fsync(out.fileno())
         temporary.replace(path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            written = HEADER_BYTES + dtype.itemsize * count
+            found = f"the disk is full after {written} bytes of {path}"
+            raise DoesNotFitError(f"{found}.", hint="Free some space or take another folder.") from error
+        raise OutputError(f"{path} cannot be written: {error.strerror}.") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _check_range(ids: Ids, vocab_size: int, what: str) -> None:
+    """InvalidContentError when an id is outside the vocabulary."""
+    if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
+        worst = int(ids.max() if ids.min() >= 0 else ids.min())
+        raise InvalidContentError(f"{what} id {worst}; expected ids below {vocab_size}.")
 
 
 def open_tokens(path: Path) -> TokenFile:

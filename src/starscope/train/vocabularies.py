@@ -1,0 +1,98 @@
+"""The vocabulary of a run: trained on its text, its characters, or one that exists.
+
+*bpe*: byte-level BPE with StarCoder's structure and special tokens. *chars*: a token a character, as byte-level BPE
+too, so that every reader of such files has it: each character's bytes are merged into one token and nothing else is.
+In ASCII text that is one token a byte. A character that is not in the text has no token, and encoding it is an error
+that names it. Anything else is the path of a GGUF file, a Hugging Face folder or its tokenizer.json:
+
+    tokenizer = open_tokenizer("starcoderbase-1b")          # a starscope Tokenizer, which encodes and decodes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from starscope.errors import InputError, UnsupportedError
+from starscope.gguf import read_gguf
+from starscope.tokenizer import Tokenizer
+from starscope.tokenizer.bytelevel import bytes_to_piece
+from starscope.tokenizer.vocabulary import END_SPELLINGS
+from starscope.train.data import BPE, END_OF_TEXT, FIM_MIDDLE, FIM_PAD, FIM_PREFIX, FIM_SUFFIX
+from starscope.train.fim import FimIds
+
+FIM_TOKENS = (FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX, FIM_PAD)
+SAMPLE_BYTES = 32 << 20  # of text that a vocabulary is trained on: more hardly changes it, and costs memory
+
+
+def character_vocabulary(characters: Iterable[str], *, fim: bool) -> BPE:
+    """A token for each character, after the end of text and, if asked for, the tokens of fill-in-the-middle."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    special = [END_OF_TEXT, *(FIM_TOKENS if fim else ())]
+    encoded = sorted({character.encode() for character in characters})
+    parts = [data[:length] for data in encoded for length in range(1, len(data) + 1)]
+    parts += [data[at : at + 1] for data in encoded for at in range(1, len(data))]
+    # Shorter first: every part of a character is there, and has its merge, before what is made of it.
+    pieces = [bytes_to_piece(part) for part in sorted(set(parts), key=lambda part: (len(part), part))]
+    merges = [(piece[:-1], piece[-1]) for piece in pieces if len(piece) > 1]
+    vocab = {piece: token_id for token_id, piece in enumerate([*special, *pieces])}
+    inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    inner.add_special_tokens(special)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    inner.decoder = decoders.ByteLevel()
+    return BPE(inner)
+
+
+def save_vocabulary(bpe: BPE, folder: Path) -> None:
+    """tokenizer.json and tokenizer_config.json, as `Tokenizer.from_folder` reads them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {f"{role}_token": END_OF_TEXT for role in ("bos", "eos")}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
+    bpe.save(folder / "tokenizer.json")
+
+
+def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a GGUF file, of a folder, or of a tokenizer.json with what lies beside it."""
+    path = Path(path)
+    if path.is_dir():
+        return Tokenizer.from_folder(path)
+    if path.name == "tokenizer.json":
+        return Tokenizer.from_folder(path.parent)
+    if path.suffix == ".gguf":
+        with read_gguf(path) as file:
+            tokenizer = Tokenizer.from_gguf(file)
+            tokenizer.vocabulary[0]  # reads it while the file is open
+            return tokenizer
+    what = "does not exist" if not path.exists() else "is not a tokenizer that starscope knows"
+    raise InputError(f"{path} {what}; expected bpe, chars, a GGUF file, a folder or a tokenizer.json.")
+
+
+def vocabulary_digest(tokenizer: Tokenizer) -> str:
+    """A digest of all that a GGUF file says of the tokenizer; UnsupportedError when it cannot say it."""
+    digest = hashlib.sha256()
+    for key, value in sorted(tokenizer.to_metadata().items()):
+        digest.update(key.encode() + b"\0" + value.encoded())
+    return digest.hexdigest()
+
+
+def find_end_of_text(tokenizer: Tokenizer, where: str) -> int:
+    """The token that ends a document: what the vocabulary calls its end, or the first of the usual spellings."""
+    if tokenizer.eos_id is not None:
+        return tokenizer.eos_id
+    for token_id, token in enumerate(tokenizer.vocabulary):
+        if token.piece in END_SPELLINGS:
+            return token_id
+    raise UnsupportedError(f"{where} has no token that ends a text; expected one, such as {END_OF_TEXT}.")
+
+
+def find_fim(tokenizer: Tokenizer, end_of_text: int) -> FimIds | None:
+    """The tokens of fill-in-the-middle, when the vocabulary has all of them, padding too."""
+    fim = tokenizer.fim
+    if fim is None or fim.pad is None:
+        return None
+    return FimIds(end_of_text, fim.prefix, fim.middle, fim.suffix, fim.pad)
