@@ -175,6 +175,7 @@ class Family:
     )  # by the name of a Hugging Face class that stores its tensors otherwise than the table says
     fold: Callable[[HParams, GGUFFile], tuple[HParams, Mapping[str, np.ndarray]]] | None = None
     expand: Callable[[HParams], tuple[Mapping[str, np.ndarray], Mapping[str, int]]] | None = None
+    config: Callable[[HParams], Config] | None = None  # the keys that HPARAMS' functions read, from what they gave
 
     def slots(self, hp: HParams) -> list[Slot]:
         """Every tensor of the model, in file order: the embeddings, block after block, the head."""
@@ -352,6 +353,21 @@ def read_config(
         return make_hparams(family, values, names)
     except CheckpointError as error:
         raise CheckpointError(f"config.json: {error.message}", hint=error.hint) from None
+
+
+def write_config(family: Family, hp: HParams) -> dict[str, Any]:
+    """The Hugging Face config that `read_config` reads as `hp`. UnsupportedError for a family that writes none."""
+    if family.config is None:
+        raise UnsupportedError(f"{family.name} has no config.json of its own to write.")
+    config: dict[str, Any] = {"architectures": [family.hf_architectures[0]], "model_type": family.hf_model_types[0]}
+    for row in family.hparams:
+        if isinstance(row.hf, str):
+            spellings = [key for key, value in (row.choices or {}).items() if value == hp[row.name]]
+            config[row.hf] = spellings[0] if spellings else hp[row.name]
+    config |= family.config(hp)
+    if read_config(family, config) != hp:
+        raise UnsupportedError(f"config.json cannot say {family.name} with {hp}.")
+    return config
 
 
 def hparams_from_metadata(family: Family, file: GGUFFile) -> HParams:

@@ -38,6 +38,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "quantize": ("convert:quantize", "Store a GGUF file's weights in another format."),
         "show": ("show:show", "Tell what a model file or folder holds."),
         "graph": ("show:graph", "Print a model's forward pass, one line an operation."),
+        "export": ("export:export", "Turn a GGUF file into a Hugging Face folder."),
     },
     "This installation": {
         "doctor": ("doctor:doctor", "Check versions, processor, memory and extras."),

@@ -288,4 +288,5 @@ FAMILY = Family(
     notes=NOTES,
     fold=fold,
     expand=expand,
+    config=lambda hp: {"n_inner": hp.intermediate_size, "multi_query": hp.num_kv_heads == 1},
 )

@@ -20,6 +20,7 @@ from starscope.errors import TokenizerError
 from starscope.tokenizer.continuations import Continuations
 from starscope.tokenizer.detokenizer import Detokenizer
 from starscope.tokenizer.encoder import Encoder
+from starscope.tokenizer.files import tokenizer_files
 from starscope.tokenizer.folder import read_folder
 from starscope.tokenizer.metadata import read_metadata, write_metadata
 from starscope.tokenizer.source import Source, padded
@@ -157,5 +158,18 @@ class Tokenizer:
 
         TokenizerError when there are more tokens than rows, UnsupportedError for what the format cannot say.
         """
-        end = min(self._find(END_SPELLINGS).values(), default=None) if self.eos_id is None else self.eos_id
-        return write_metadata(self._source, self._contents, self._fim_ids, end, num_rows)
+        return write_metadata(self._source, self._contents, self._fim_ids, self._end, num_rows)
+
+    def to_files(self) -> dict[str, dict[str, Any]]:
+        """The JSON objects of a Hugging Face folder's tokenizer, by file name; `from_folder` reads them as this one."""
+        return tokenizer_files(self._source, self._contents, self._end)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that the source says end a text, eos first; `stop_ids` has those known by their spelling too."""
+        return tuple(token_id for token_id in (self._end, *self._source.roles.ends) if token_id is not None)
+
+    @property
+    def _end(self) -> int | None:
+        """The token that ends a text: the named one, or the first with a usual spelling."""
+        return min(self._find(END_SPELLINGS).values(), default=None) if self.eos_id is None else self.eos_id

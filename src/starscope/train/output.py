@@ -32,12 +32,14 @@ def write_model(
     tokenizer: Tokenizer,
     *,
     to: str,
-    name: str,
-    license_name: str,
+    name: str = "",
+    license_name: str = "",
     probe: list[int],
     force: bool = False,
 ) -> int:
     """Write the model and return the file's bytes. No path and no time goes into it: the same weights, the same file.
+
+    Without a `name` it is called by its family and size; without a license the file names none.
 
     Before the file takes its name it is opened again: its logits for the ids `probe` must be those of the weights as
     `to` rounds them, else VerificationError. Raises what `write_gguf` raises.
@@ -52,15 +54,16 @@ def write_model(
         rows = weights[slot.name].reshape(-1, slot.shape[-1])
         raw[slot.name] = encode_checked(slot.name, formats[slot.gguf], rows)
         rounded[slot.name] = decode(formats[slot.gguf], raw[slot.name]).reshape(slot.shape)
+    label = size_label(sum(slot.parameters for slot in slots))
     texts = {
         "general.architecture": family.gguf_architecture,
         "general.type": "model",
-        "general.name": name,
-        "general.size_label": size_label(sum(slot.parameters for slot in slots)),
+        "general.name": name or f"{family.name} {label}",
+        "general.size_label": label,
         "general.license": license_name,
     }
     metadata = {
-        **{key: string(text) for key, text in texts.items()},
+        **{key: string(text) for key, text in texts.items() if text},
         **metadata_from_hparams(family, hp),
         **file_type_metadata(recipe),
         **tokenizer.to_metadata(hp.vocab_size),
