@@ -131,6 +131,15 @@ def test_edits_that_change_nothing_change_no_bit(model: starscope.Model) -> None
             assert same(model.forward(PROMPT), plain)
 
 
+def test_a_scale_keeps_the_sign_of_zero_and_a_scale_of_0_gives_0(model: starscope.Model) -> None:
+    for factor, sign in ((1.0, True), (0.5, True), (-1.0, False), (0.0, False)):
+        edits = [Edit("layer_output", "set", tensor=-0.0), Edit("layer_output", "scale", factor=factor)]
+        with model.editing(edits), model.trace(PROMPT):
+            value = as_array(model.layers[0].layer_output)
+        assert (value == 0).all()
+        assert (np.signbit(value) == sign).all()
+
+
 def test_perplexity_is_that_of_the_edited_model(model: starscope.Model) -> None:
     text = "def add(a, b):\n    return a + b\n" * 3
     plain = measure_texts(model.engine, model.tokenizer, [text])
