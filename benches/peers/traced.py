@@ -1,6 +1,6 @@
 """Reading every block's output at every step of a generation: nnsight on the transformers model, tokens per second.
 
-    python benches/peers/nnsight.py HF_FOLDER [-n 32] [--rounds 3] [-t N]
+    python benches/peers/traced.py HF_FOLDER [-n 32] [--rounds 3] [-t N]
 
 Needs nnsight, transformers and torch. `benches/trace.py FILE.gguf --only layers` gives starscope's figure for the same
 on a file of that shape; run them in turns on a machine that does nothing else.
