@@ -45,8 +45,8 @@ from starscope.train.data import (
 )
 from starscope.train.fim import FillInTheMiddle, FimIds
 from starscope.train.loop import HeldOut, Trainer, TrainOptions, bits_per_byte
-from starscope.train.optim import Schedule
 from starscope.train.output import write_model
+from starscope.train.schedules import Schedule
 
 DEMO = Path(__file__).resolve().parent.parent / "src" / "starscope" / "demo"
 MOST_BYTES = 5_000_000  # what the model may take in the wheel

@@ -10,7 +10,7 @@ import torch
 from starscope.engine.torch_engine import KERNELS, TorchEngine, gelu_tanh
 from starscope.engine.weights import ArraySource, Weights
 from starscope.graph import Graph
-from starscope.train.loop import loss_sum
+from starscope.train.forward import Forward
 from support.numbers import TOLERANCE, ulps
 from support.training import VOCAB_SIZE, tiny_graph
 
@@ -47,7 +47,7 @@ def reference(graph: Graph) -> torch.nn.Module:
 
 def worst_difference(graph: Graph, model: torch.nn.Module, engine: TorchEngine, ids: torch.Tensor) -> float:
     """The largest difference of any gradient, in ulp of that tensor's largest."""
-    loss = loss_sum(engine, ids, None)
+    loss = Forward(engine).loss_sum(ids, None)
     loss.backward()
     logits = model(ids[:, :-1]).logits
     wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")

@@ -10,9 +10,7 @@ import torch
 
 from starscope.engine.torch_engine import TorchEngine
 from starscope.engine.weights import ArraySource, Weights
-from starscope.errors import UsageError
 from starscope.train.optim import (
-    Schedule,
     clip_gradients,
     initial_weights,
     make_adamw,
@@ -20,20 +18,6 @@ from starscope.train.optim import (
     set_learning_rate,
 )
 from support.training import tiny_graph
-
-
-def test_the_schedule_rises_in_a_line_falls_as_a_cosine_and_stays():
-    schedule = Schedule(peak=1.0, warmup_steps=10, decay_steps=110, final=0.1)
-    assert schedule(0) == pytest.approx(0.1)
-    assert schedule(9) == schedule(10) == 1.0
-    assert schedule(60) == pytest.approx(0.55)
-    assert schedule(110) == schedule(10**6) == pytest.approx(0.1)
-    assert Schedule(peak=1.0, warmup_steps=0, decay_steps=5)(0) == 1.0
-
-
-def test_a_warm_up_longer_than_the_schedule_is_refused():
-    with pytest.raises(UsageError, match="expected warm-up to end before"):
-        Schedule(peak=1.0, warmup_steps=10, decay_steps=10)
 
 
 @pytest.mark.parametrize("vocab_size", [300, 4096])

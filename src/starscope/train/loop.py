@@ -17,15 +17,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from starscope.checkpoint.files import read_text
@@ -33,14 +32,18 @@ from starscope.engine.torch_engine import TorchEngine
 from starscope.engine.weights import ArraySource, Weights
 from starscope.errors import InvalidContentError, StarscopeError, UsageError
 from starscope.graph import Graph
-from starscope.perplexity import measure
+from starscope.perplexity import Perplexity, measure
 from starscope.train.checkpoints import State, load_checkpoint, save_checkpoint
 from starscope.train.data import Batches, Ids
-from starscope.train.optim import Schedule, clip_gradients, initial_weights, make_adamw, set_learning_rate
+from starscope.train.forward import Forward
+from starscope.train.lbfgs import lbfgs_step
+from starscope.train.optim import clip_gradients, initial_weights, make_adamw, set_learning_rate
+from starscope.train.precision import choose_precision, products_in
+from starscope.train.schedules import Schedule
+from starscope.train.stopping import Convergence, EarlyStop
 
-IGNORED = -100  # a target that is no target
-PROBE_SECONDS = 0.2
-WORTHWHILE = 1.2  # bfloat16 is used when it is at least this many times faster
+PROGRESS, CONFIG = "progress", "options"  # in a checkpoint: where the run is; what it was asked for, to be read
+OPTIMIZERS = ("adamw", "lbfgs")
 
 
 class NonFiniteLossError(StarscopeError):
@@ -51,7 +54,12 @@ class NonFiniteLossError(StarscopeError):
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What a run is asked for. Lengths are in steps, batch sizes in samples."""
+    """What a run is asked for. Lengths are in steps, batch sizes in samples.
+
+    A step's gradient is that of `batch_size` samples, made from `micro_batch_size` at a time. `optimizer` is `adamw` or
+    `lbfgs` (then `lbfgs_iterations` on each batch, by line search: no schedule, decay or clipping). `init` is a row of
+    `optim.INITS`. `recompute` saves memory (forward.py). `clip_norm` 0 clips nothing.
+    """
 
     steps: int
     schedule: Schedule
@@ -64,12 +72,23 @@ class TrainOptions:
     log_every: int = 10
     evaluate_every: int = 250
     save_every: int = 250
+    optimizer: str = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    lbfgs_iterations: int = 16
+    init: str = "scaled"
+    recompute: bool = False
+    early_stop: EarlyStop = field(default_factory=EarlyStop)
 
     def __post_init__(self) -> None:
+        for name in ("batch_size", "micro_batch_size", "log_every", "evaluate_every", "save_every", "lbfgs_iterations"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; expected at least 1.")
         if self.batch_size % self.micro_batch_size:
             raise UsageError(f"a batch of {self.batch_size} is not whole micro-batches of {self.micro_batch_size}.")
         if self.precision not in ("auto", "float32", "bfloat16"):
             raise UsageError(f"precision is {self.precision!r}; expected auto, float32 or bfloat16.")
+        if self.optimizer not in OPTIMIZERS:
+            raise UsageError(f"the optimizer is {self.optimizer!r}; expected {' or '.join(OPTIMIZERS)}.")
 
 
 @dataclass(frozen=True)
@@ -83,46 +102,27 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: after `step` steps, by `signal` when it was interrupted."""
+    """How a run ended: after `step` steps, by `signal` when it was interrupted; `converged` says why it stopped early.
+
+    What was measured last: `bits_per_byte`, and `held_out_loss` in nats a token.
+    """
 
     step: int
     signal: int | None
     bits_per_byte: float | None
+    held_out_loss: float | None = None
+    converged: str = ""
 
 
-def choose_precision() -> tuple[torch.dtype, str]:
-    """bfloat16 where the processor has instructions for it and a short probe shows that it pays; and why."""
-    if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
-        return torch.float32, "float32: this processor has no bfloat16 arithmetic"
-    seconds = {dtype: _probe(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    ratio = seconds[torch.float32] / seconds[torch.bfloat16]
-    chosen, name = (torch.bfloat16, "bfloat16") if ratio >= WORTHWHILE else (torch.float32, "float32")
-    return chosen, f"{name}: a product in bfloat16 is {ratio:.1f} times as fast as in float32"
-
-
-def _probe(dtype: torch.dtype) -> float:
-    """Seconds for one matrix product, the least of as many as half the probe's time allows."""
-    a, b = torch.randn(1024, 512).to(dtype), torch.randn(512, 512).to(dtype)
-    a @ b
-    least, end = math.inf, time.perf_counter() + PROBE_SECONDS / 2
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        a @ b
-        least = min(least, time.perf_counter() - start)
-    return least
-
-
-def loss_sum(engine: TorchEngine, batch: Tensor, pad: int | None) -> Tensor:
-    """The summed negative log-likelihood in nats of `[n context_length+1]` ids, all but the first and padding."""
-    targets = batch[:, 1:] if pad is None else batch[:, 1:].masked_fill(batch[:, 1:] == pad, IGNORED)
-    logits = engine.logits(batch[:, :-1])  # [n seq vocab_size]
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+def measure_held_out(engine: TorchEngine, held_out: HeldOut, *, context_length: int, stride: int) -> Perplexity:
+    """The loss of the held-out documents, as `starscope perplexity` measures it."""
+    first, documents = held_out.end_of_text, held_out.documents
+    return measure(engine, documents, held_out.bytes, first=first, window=context_length, stride=stride)
 
 
 def bits_per_byte(engine: TorchEngine, held_out: HeldOut, *, context_length: int, stride: int) -> float:
-    """Bits per byte of the held-out documents, as `starscope perplexity` measures them."""
-    first, documents = held_out.end_of_text, held_out.documents
-    return measure(engine, documents, held_out.bytes, first=first, window=context_length, stride=stride).bits_per_byte
+    """Bits per byte of the held-out documents."""
+    return measure_held_out(engine, held_out, context_length=context_length, stride=stride).bits_per_byte
 
 
 @contextmanager
@@ -156,26 +156,38 @@ class Trainer:
         folder: Path,
         held_out: HeldOut | None = None,
         pad: int | None = None,
+        initial: Mapping[str, np.ndarray] | None = None,
         facts: Mapping[str, Any] | None = None,
         notes: Mapping[str, Any] | None = None,
         report: Callable[[Mapping[str, Any]], None] = lambda line: None,
     ) -> None:
         """`facts` describe the data and the model; a checkpoint whose facts differ is refused on resume.
 
-        `notes` go into the log's line where a run begins.
+        `initial` are the weights to begin with (float32, by our names), else they are drawn. `notes` go into the log's
+        line where a run begins.
         """
         self._notes = dict(notes or {})
         self.batches, self.options, self.folder, self.held_out = batches, options, folder, held_out
         self._pad, self._report = pad, report
         own = {"seed": options.seed, "batch_size": options.batch_size, "hparams": dict(graph.hp)}
-        self._facts = {**own, **(facts or {})}
-        weights = ArraySource(initial_weights(graph, options.seed))
-        self.engine = TorchEngine(graph, Weights(graph.family.slots(graph.hp), weights))
+        self._facts = {
+            **own,
+            **({"optimizer": options.optimizer} if options.optimizer != "adamw" else {}),
+            **(facts or {}),
+        }
+        arrays = initial_weights(graph, options.seed, options.init) if initial is None else initial
+        self.engine = TorchEngine(graph, Weights(graph.family.slots(graph.hp), ArraySource(arrays)))
         for parameter in self.engine.parameters.values():
             parameter.requires_grad_()
-        self.optimizer = make_adamw(self.engine.parameters, weight_decay=options.weight_decay)
+        self.forward = Forward(self.engine, recompute=options.recompute)
+        self.optimizer = make_adamw(self.engine.parameters, weight_decay=options.weight_decay, betas=options.betas)
         self.step = 0
-        self._last_evaluation: float | None = None
+        self._done = 0  # samples of the step that is being made, whose gradients are summed up already
+        self._parts: list[float] = []  # and their losses
+        self._losses: list[float] = []  # of the steps since the last line of the log
+        self._convergence = Convergence(options.early_stop)
+        self._saved: int | None = None  # the step of the newest checkpoint
+        self.measured: Perplexity | None = None  # the held-out documents, when they were measured last
         if options.precision == "auto":
             self.dtype, self.why = choose_precision()
         else:
@@ -185,43 +197,80 @@ class Trainer:
         """The parameters as they are now, by name."""
         return {name: p.detach().numpy().copy() for name, p in self.engine.parameters.items()}
 
-    def train_step(self) -> tuple[float, float]:
-        """One update. Returns the mean loss in nats a token and the gradient's norm before clipping."""
+    def train_step(self, stop: Callable[[], bool] = lambda: False) -> tuple[float, float] | None:
+        """One update. Returns the mean loss in nats a token and the gradient's norm before clipping.
+
+        When `stop` says so between two micro-batches, None: the next call, or the next process, goes on from there.
+        """
         options = self.options
-        set_learning_rate(self.optimizer, options.schedule(self.step))
         batch = torch.from_numpy(self.batches.batch(self.step * options.batch_size, options.batch_size))
-        targets = int(batch[:, 1:].numel() if self._pad is None else (batch[:, 1:] != self._pad).sum())
-        total = 0.0
+        if options.optimizer == "lbfgs":
+            loss, norm = lbfgs_step(self.engine.parameters, lambda: self._mean_loss(batch), options.lbfgs_iterations)
+        else:
+            if not self._accumulate(batch, stop):
+                return None
+            loss = sum(self._parts)
+            norm = clip_gradients(self.engine.parameters, options.clip_norm)
+        self._check_finite(loss, norm)
+        if options.optimizer == "adamw":
+            set_learning_rate(self.optimizer, options.schedule(self.step))
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        for start in range(0, len(batch), options.micro_batch_size):
-            part = batch[start : start + options.micro_batch_size]
-            with self._precision():
-                loss = loss_sum(self.engine, part, self._pad) / targets
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.item()
-        norm = clip_gradients(self.engine.parameters, options.clip_norm)
-        if not (math.isfinite(total) and math.isfinite(norm)):
-            raise NonFiniteLossError(
-                f"the loss is {total} and the gradient's norm {norm} at step {self.step} "
-                f"(samples {self.step * options.batch_size} to {(self.step + 1) * options.batch_size - 1}).",
-                hint=f"The last checkpoint in {self.folder} is from before; take a lower learning rate.",
-            )
-        self.optimizer.step()
+        self._done, self._parts = 0, []
         self.step += 1
-        return total, norm
+        return loss, norm
+
+    def _accumulate(self, batch: Tensor, stop: Callable[[], bool]) -> bool:
+        """Sum up the gradients of a batch, micro-batch by micro-batch. False: stopped before the last one."""
+        targets = self._targets(batch)
+        while self._done < len(batch):
+            part = batch[self._done : self._done + self.options.micro_batch_size]
+            loss = self._loss_sum(part) / targets
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._parts.append(loss.item())
+            self._done += len(part)
+            if self._done < len(batch) and stop():
+                return False
+        return True
+
+    def _mean_loss(self, batch: Tensor) -> float:
+        """The loss at the parameters as they are; their gradients are set to its."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._done, self._parts = 0, []
+        self._accumulate(batch, lambda: False)
+        return sum(self._parts)
+
+    def _targets(self, batch: Tensor) -> int:
+        return int(batch[:, 1:].numel() if self._pad is None else (batch[:, 1:] != self._pad).sum())
+
+    def _loss_sum(self, part: Tensor) -> Tensor:
+        with products_in(self.dtype):
+            return self.forward.loss_sum(part, self._pad)
+
+    def _check_finite(self, loss: float, norm: float) -> None:
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        saved = "There is no checkpoint from before"
+        if self._saved is not None:
+            saved = f"The checkpoint of step {self._saved} in {self.folder} is from before"
+        raise NonFiniteLossError(
+            f"the loss is {loss} and the gradient's norm {norm} at step {self.step} "
+            f"(samples {self.step * self.options.batch_size} to {(self.step + 1) * self.options.batch_size - 1}).",
+            hint=f"{saved}; take a lower learning rate.",
+        )
 
     def evaluate(self) -> float | None:
         """Bits per byte of the held-out documents, in windows that do not overlap; None when nothing is held out."""
         if self.held_out is None:
             return None
-        with self._precision():
+        with products_in(self.dtype):
             context = self.batches.context_length
-            return bits_per_byte(self.engine, self.held_out, context_length=context, stride=context)
+            self.measured = measure_held_out(self.engine, self.held_out, context_length=context, stride=context)
+        return self.measured.bits_per_byte
 
     def run(self) -> Outcome:
         """Train to `options.steps`, or to an interrupt. Saves at the end either way."""
-        options = self.options
-        losses: list[float] = []
+        options, converged = self.options, ""
         if self.step < options.steps:
             self._log({
                 "step": self.step,
@@ -234,44 +283,71 @@ class Trainer:
                     **self._notes,
                 },
             })  # fmt: skip
-        started = time.perf_counter()
+        started, timed = time.perf_counter(), 0  # timed: steps since then
         with noted_signals() as noted:
-            while self.step < options.steps and noted() is None:
-                loss, norm = self.train_step()
-                losses.append(loss)
-                if self.step % options.log_every == 0 or self.step == options.steps:
-                    tokens = len(losses) * options.batch_size * self.batches.context_length
+            while self.step < options.steps and noted() is None and not converged:
+                made = self.train_step(lambda: noted() is not None)
+                if made is None:
+                    break
+                loss, norm = made
+                self._losses.append(loss)
+                timed += 1
+                converged = self._convergence(loss)
+                is_last = self.step == options.steps or bool(converged)
+                if self.step % options.log_every == 0 or is_last:
+                    tokens = timed * options.batch_size * self.batches.context_length
                     seconds = time.perf_counter() - started
                     self._log({
                         "step": self.step,
-                        "loss": round(sum(losses) / len(losses), 5),
+                        "loss": round(sum(self._losses) / len(self._losses), 5),
                         "learning_rate": float(f"{options.schedule(self.step - 1):.4g}"),
                         "gradient_norm": round(norm, 4),
                         "tokens": self.step * options.batch_size * self.batches.context_length,
                         "tokens_per_second": round(tokens / seconds),
                     })  # fmt: skip
-                    losses, started = [], time.perf_counter()
-                if self.step % options.evaluate_every == 0 or self.step == options.steps:
+                    self._losses, started, timed = [], time.perf_counter(), 0
+                if self.step % options.evaluate_every == 0 or is_last:
                     paused = time.perf_counter()
-                    self._last_evaluation = self.evaluate()
-                    if self._last_evaluation is not None:
-                        self._log({"step": self.step, "bits_per_byte": round(self._last_evaluation, 5)})
+                    measured = self.evaluate()
+                    if measured is not None:
+                        self._log({"step": self.step, "bits_per_byte": round(measured, 5)})
                     started += time.perf_counter() - paused
-                if self.step % options.save_every == 0:
+                if self.step % options.save_every == 0 and not is_last:
                     self.save()
             self.save()
-            return Outcome(self.step, noted(), self._last_evaluation)
+        if converged:
+            self._log({"step": self.step, "converged": converged})
+        if self.measured is None:
+            return Outcome(self.step, noted(), None, None, converged)
+        loss = self.measured.nats / self.measured.tokens
+        return Outcome(self.step, noted(), self.measured.bits_per_byte, loss, converged)
 
     def save(self) -> None:
-        arrays = {f"parameter:{name}": array for name, array in self.weights().items()}
+        """Write a checkpoint, from which `resume` goes on with the same bits: also from the middle of a step."""
+        arrays = {f"parameter:{name}": p.detach().numpy() for name, p in self.engine.parameters.items()}
         for name, parameter in self.engine.parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 arrays[f"{key}:{name}"] = value.detach().numpy()
-        # The data position is step · batch_size: a batch is a pure function of the sample number.
-        save_checkpoint(self.folder, State(self.step, arrays, self._facts))
+            if self._done and parameter.grad is not None:
+                arrays[f"gradient:{name}"] = parameter.grad.numpy()
+        # The data position is step · batch_size + done: a batch is a pure function of the sample number.
+        facts = {
+            **self._facts,
+            PROGRESS: {
+                "done": self._done,
+                "parts": self._parts,
+                "losses": self._losses,
+                "convergence": self._convergence.state,
+                "precision": str(self.dtype).removeprefix("torch."),
+                "threads": torch.get_num_threads(),
+            },
+            CONFIG: asdict(self.options),
+        }
+        save_checkpoint(self.folder, State(self.step, arrays, facts))
+        self._saved = self.step
 
     def resume(self) -> str:
-        """Continue from the newest whole checkpoint. Returns a sentence when that was not the newest one."""
+        """Continue from the newest whole checkpoint. Returns what there is to say about it, or nothing."""
         state, note = load_checkpoint(self.folder)
         for key, expected in self._facts.items():
             found = state.facts.get(key)
@@ -284,13 +360,28 @@ class Trainer:
             for name, parameter in self.engine.parameters.items():
                 parameter.copy_(torch.from_numpy(state.arrays[f"parameter:{name}"]))
                 for key in ("step", "exp_avg", "exp_avg_sq"):
-                    self.optimizer.state[parameter][key] = torch.from_numpy(state.arrays[f"{key}:{name}"].copy())
-        self.step = state.step
+                    if f"{key}:{name}" in state.arrays:
+                        self.optimizer.state[parameter][key] = torch.from_numpy(state.arrays[f"{key}:{name}"])
+                if f"gradient:{name}" in state.arrays:
+                    parameter.grad = torch.from_numpy(state.arrays[f"gradient:{name}"])
+        self.step = self._saved = state.step
+        progress = state.facts.get(PROGRESS)
+        if progress is not None:
+            note = " ".join(filter(None, [note, self._restore(progress)]))
         self._trim_log()
         return note
 
-    def _precision(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.dtype == torch.float32 else torch.autocast("cpu", self.dtype)
+    def _restore(self, progress: Mapping[str, Any]) -> str:
+        """Go on in the middle of things. A sentence when this process cannot give the bits that that one would have."""
+        self._done, self._parts, self._losses = progress["done"], list(progress["parts"]), list(progress["losses"])
+        self._convergence.restore(progress["convergence"])
+        if self.options.precision == "auto":  # a probe may find otherwise each time
+            self.dtype, self.why = getattr(torch, progress["precision"]), f"{progress['precision']}: as before"
+        if progress["threads"] == torch.get_num_threads():
+            return ""
+        return (
+            f"{progress['threads']} threads made it and now there are {torch.get_num_threads()}: last bits may differ."
+        )
 
     @property
     def log_path(self) -> Path:
