@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from starscope.checkpoint.files import open_regular, read_bytes
+from starscope.checkpoint.files import open_regular, parse_object, read_bytes
 from starscope.errors import DoesNotFitError, InputError, InvalidContentError, OutputError
 from starscope.train.documents import Document
 
@@ -34,7 +34,9 @@ Ids = np.ndarray[Any, Any]
 
 MAGIC = b"starscope tokens\n"
 HEADER_BYTES = 512  # the magic and a JSON object, padded with spaces, so that the tokens are aligned
+HEADER = ("version", "width", "vocab_size", "tokens", "documents", "bytes", "fingerprint")
 VERSION = 1
+CHECKED_TOKENS = 1 << 22  # looked at together, so that a file of any size takes little memory
 
 # StarCoder's special tokens in its order: the first ids of its vocabulary.
 END_OF_TEXT, FIM_PREFIX, FIM_MIDDLE = "<|endoftext|>", "<fim_prefix>", "<fim_middle>"
@@ -254,28 +256,45 @@ def _check_range(ids: Ids, vocab_size: int, what: str) -> None:
 
 
 def open_tokens(path: Path) -> TokenFile:
-    """Map a token file. InvalidContentError when it is not one or its length is not what its header says."""
+    """Map a token file and look through it once.
+
+    InvalidContentError when it is not one, its length is not what its header says, or an id is outside the vocabulary.
+    """
     with open(open_regular(path), "rb") as file:
         head = file.read(HEADER_BYTES)
         actual = os.fstat(file.fileno()).st_size
     if not head.startswith(MAGIC) or len(head) < HEADER_BYTES:
         raise InvalidContentError(f"{path} is not a starscope token file.")
-    header = json.loads(head[len(MAGIC) :])
-    if header["version"] != VERSION or header["width"] not in (2, 4):
-        found = f"version {header['version']} and {header['width']} bytes a token"
-        raise InvalidContentError(f"{path} has {found}; expected version {VERSION}, 2 or 4 bytes.")
+    header = _read_header(head, path)
     expected = HEADER_BYTES + header["width"] * header["tokens"]
     if actual != expected:
         found = f"{path} has {actual} bytes; expected {expected} for {header['tokens']} tokens."
         raise InvalidContentError(found, hint="Delete it to make it again.")
+    if header["tokens"] == 0:
+        raise InvalidContentError(f"{path} has no tokens; expected some.", hint="Delete it to make it again.")
     ids = np.memmap(path, f"<u{header['width']}", "r", HEADER_BYTES, (header["tokens"],))
+    for start in range(0, len(ids), CHECKED_TOKENS):
+        _check_range(ids[start : start + CHECKED_TOKENS], header["vocab_size"], f"{path} has the")
     return TokenFile(path, ids, header["vocab_size"], header["documents"], header["bytes"], header["fingerprint"])
+
+
+def _read_header(head: bytes, path: Path) -> dict[str, Any]:
+    header = parse_object(head[len(MAGIC) :], f"the header of {path}")
+    kinds = {name: str if name == "fingerprint" else int for name in HEADER}
+    if set(header) != set(HEADER) or any(type(header[name]) is not kind for name, kind in kinds.items()):
+        raise InvalidContentError(f"the header of {path} has {', '.join(header)}; expected {', '.join(HEADER)}.")
+    if header["version"] != VERSION or header["width"] not in (2, 4):
+        found = f"version {header['version']} and {header['width']} bytes a token"
+        raise InvalidContentError(f"{path} has {found}; expected version {VERSION}, 2 or 4 bytes.")
+    if min(value for value in header.values() if type(value) is int) < 0:
+        raise InvalidContentError(f"the header of {path} has a negative number.")
+    return header
 
 
 MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
-def _mix(x: Ids) -> Ids:
+def mix(x: Ids) -> Ids:
     """SplitMix64's output function over an array of uint64: every input bit moves every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -288,8 +307,8 @@ def random_words(*key: int, count: int) -> Ids:
     with np.errstate(over="ignore"):
         state = np.zeros(1, np.uint64)
         for word in key:
-            state = _mix((state ^ np.uint64(word & (2**64 - 1))) + MIX)
-        return _mix(state + MIX * np.arange(1, count + 1, dtype=np.uint64))
+            state = mix((state ^ np.uint64(word & (2**64 - 1))) + MIX)
+        return mix(state + MIX * np.arange(1, count + 1, dtype=np.uint64))
 
 
 @lru_cache(maxsize=2)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import codecs
 import hashlib
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -43,10 +42,9 @@ LEFT_OUT_FOLDERS = frozenset(("__pycache__", "node_modules"))
 READ_BYTES = 1 << 20
 PIECE = 1 << 16  # characters
 BOM = codecs.BOM_UTF8
-# The two byte-level pre-tokenizers begin a token at white space that follows something else, so a text cut there is
+# The byte-level pre-tokenizers begin a word at white space that follows something else, so that a text cut there is
 # cut into the same tokens.
-SAFE_CUT = re.compile(r"\S[ \t\n]")
-NEAR = 2048  # characters before the end of a piece that are looked through first
+BLANKS = " \t\n\v\f\r\x85\xa0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,13 +227,13 @@ def cut_pieces(texts: Iterable[str], limit: int) -> Iterator[str]:
 
 
 def _safe_cut(text: str, start: int, stop: int) -> int:
-    """The last safe place in (start, stop], or `stop`."""
-    for low in (max(start, stop - NEAR), start):
-        last = None
-        for match in SAFE_CUT.finditer(text, low, stop + 1):
-            last = match
-        if last is not None:
-            return last.start() + 1
+    """The last safe place in (start, stop] before a blank that has a space, a line feed or a tab in it, or `stop`."""
+    place = stop + 1
+    while (place := max(text.rfind(blank, start, place) for blank in " \n\t")) > start:
+        while place > start and text[place - 1].isspace():
+            place -= 1
+        if place > start and text[place] in BLANKS:
+            return place
     return stop
 
 

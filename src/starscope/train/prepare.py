@@ -50,13 +50,13 @@ Progress = Callable[[str, int, int], None]
 """Is told what is being done, the bytes done and the bytes in all."""
 
 
-def _nothing(*_: object) -> None:
+def nothing(*_: object) -> None:
     """Tells nobody."""
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What to train on. `vocab`: bpe, chars, or the path of a tokenizer; `vocab_size`: of a bpe, None: up to 4,096.
+    """What to train on. `vocab`: bpe, chars, or the path of a tokenizer; `vocab_size`: of bpe alone; None: up to 4,096.
 
     `held_out` is the share of the text to measure with, 0 for none; `split` says of what: "documents", "last" (the
     last share of each document) or "auto". With `fim_rate`, that share of the text is rearranged to fill in the
@@ -86,8 +86,6 @@ class DataOptions:
             raise UsageError(f"the split is {self.split!r}; expected {', '.join(SPLITS)}.")
         if self.context_length < 1:
             raise UsageError(f"the context is {self.context_length} tokens; expected at least 1.")
-        if self.vocab_size is not None and self.vocab != "bpe":
-            raise UsageError(f"a vocabulary size was given for {self.vocab}; only a bpe vocabulary is made to one.")
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ class Split:
     note: str
 
 
-def split(passages: Sequence[Passage], share: float, how: str) -> Split:
+def split_text(passages: Sequence[Passage], share: float, how: str) -> Split:
     """Documents by their names, or the last share of each; InvalidContentError when nothing is left to train on."""
     if share == 0:
         return Split(list(passages), [], "nothing is held out.")
@@ -170,7 +168,7 @@ def split(passages: Sequence[Passage], share: float, how: str) -> Split:
     return Split(train, held_out, f"held out: the last {share:.1%} of {of}.")
 
 
-def prepare(options: DataOptions, folder: Path, report: Report = _nothing, progress: Progress = _nothing) -> Prepared:
+def prepare(options: DataOptions, folder: Path, report: Report = nothing, progress: Progress = nothing) -> Prepared:
     """The vocabulary and the token files, in `folder`; what is there already is reused when nothing has changed.
 
     InputError and InvalidContentError for text, UnsupportedError for a tokenizer that cannot be used (or that a GGUF
@@ -216,7 +214,7 @@ def _make(
     report: Report,
     progress: Progress,
 ) -> Prepared:
-    parts = split(corpus.passages, options.held_out, options.split)
+    parts = split_text(corpus.passages, options.held_out, options.split)
     notes = [*corpus.notes, parts.note]
     _make_folder(folder)
     (folder / "data.json").unlink(missing_ok=True)  # what follows changes the files that it speaks of
