@@ -31,22 +31,14 @@ from starscope.family import find_family, hparams_from_metadata, make_hparams
 from starscope.gguf import read_gguf
 from starscope.graph import Graph, record
 from starscope.tokenizer import Tokenizer
-from starscope.train.data import (
-    BPE,
-    END_OF_TEXT,
-    Batches,
-    Document,
-    TokenFile,
-    find_documents,
-    name_fraction,
-    open_tokens,
-    split_held_out,
-    write_tokens,
-)
-from starscope.train.fim import FillInTheMiddle, FimIds
+from starscope.train.data import Batches, TokenFile, open_tokens, write_tokens
+from starscope.train.documents import Document, find_documents
+from starscope.train.fim import END_OF_TEXT, FillInTheMiddle, FimIds
 from starscope.train.loop import HeldOut, Trainer, TrainOptions, bits_per_byte
 from starscope.train.output import write_model
 from starscope.train.schedules import Schedule
+from starscope.train.split import name_fraction
+from starscope.train.vocabularies import BPE
 
 DEMO = Path(__file__).resolve().parent.parent / "src" / "starscope" / "demo"
 MOST_BYTES = 5_000_000  # what the model may take in the wheel
@@ -100,8 +92,12 @@ def library(test_share: float) -> tuple[list[Document], list[Document]]:
             return False
         return not is_test(name) or name_fraction("test share " + name) < test_share
 
-    found = find_documents([sysconfig.get_paths()["stdlib"]], suffixes=[".py"], keep=keep)
-    train, held_out = split_held_out([document for document in found if not is_test(document.name)], HELD_OUT)
+    found = find_documents([sysconfig.get_paths()["stdlib"]], suffixes=[".py"], keep=keep).documents
+    modules = [document for document in found if not is_test(document.name)]
+    train, held_out = (
+        [document for document in modules if (name_fraction(document.name) < HELD_OUT) is chosen]
+        for chosen in (False, True)
+    )
     return train + [document for document in found if is_test(document.name)], held_out
 
 

@@ -16,7 +16,9 @@ from starscope.errors import InputError
 from starscope.hub import HubName, fetch_model
 from starscope.tokenizer import Tokenizer
 from starscope.train.checkpoints import read_checkpoint
-from starscope.train.data import BPE, Document, open_tokens
+from starscope.train.data import open_tokens
+from starscope.train.documents import Document
+from starscope.train.vocabularies import BPE
 from support.hub import fill_cache
 from support.tokenizer_folders import small_json, small_vocab, write
 

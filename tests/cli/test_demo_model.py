@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from starscope.train.data import name_fraction
+from starscope.train.split import name_fraction
 
 TESTS = Path(__file__).parent.parent
 HELD_OUT = sorted((TESTS / "data" / "held_out").glob("*.py"))

@@ -8,7 +8,8 @@ import numpy as np
 
 from starscope.family import find_family, make_hparams
 from starscope.graph import Graph, record
-from starscope.train.data import BPE, END_OF_TEXT
+from starscope.train.fim import END_OF_TEXT
+from starscope.train.vocabularies import BPE
 
 DOCUMENTS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n",

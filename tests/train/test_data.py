@@ -1,4 +1,4 @@
-"""Files, the token file, the split, and batches as a pure function of (seed, epoch, index)."""
+"""The token file, and batches as a pure function of (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from starscope.errors import InputError, InvalidContentError
-from starscope.train.data import (
-    BPE,
-    END_OF_TEXT,
-    SPECIAL_TOKENS,
-    Batches,
-    Document,
-    find_documents,
-    name_fraction,
-    open_tokens,
-    random_words,
-    split_held_out,
-    write_tokens,
-)
+from starscope.train.data import Batches, open_tokens, random_words, write_tokens
+from starscope.train.fim import END_OF_TEXT
 from support.training import DOCUMENTS, VOCAB_SIZE, tiny_bpe
 
 
@@ -95,49 +84,3 @@ def test_ids_beyond_the_vocabulary_are_refused_and_leave_no_file(tmp_path):
     with pytest.raises(InvalidContentError, match="expected ids below 280"):
         write_tokens(tmp_path / "a.tokens", DOCUMENTS, tiny_bpe(), vocab_size=280, end_of_text=0)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_documents_are_found_by_suffix_and_named_files_are_taken_as_they_are(tmp_path):
-    for name in ("b.py", "sub/a.py", "c.txt", "sub/skip.py"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(name)
-    found = find_documents([tmp_path], suffixes=[".py"], keep=lambda name: "skip" not in name)
-    assert [d.name for d in found] == ["b.py", "sub/a.py"]
-    assert [d.name for d in find_documents([tmp_path / "c.txt"], suffixes=[".py"])] == ["c.txt"]
-    with pytest.raises(InputError, match="does not exist"):
-        find_documents([tmp_path / "nothing"])
-    with pytest.raises(InputError, match="no file to train on"):
-        find_documents([tmp_path], suffixes=[".c"])
-
-
-def test_text_loses_its_byte_order_mark_and_must_be_utf_8(tmp_path):
-    path = tmp_path / "a.py"
-    path.write_bytes(b"\xef\xbb\xbfa = 1\r\n")
-    assert Document("a.py", path).text() == "a = 1\r\n"
-    path.write_bytes(b"a = '\xe9'")
-    with pytest.raises(InvalidContentError, match=r"is not UTF-8 \(byte 5\)"):
-        Document("a.py", path).text()
-
-
-def test_what_is_held_out_depends_on_the_name_alone(tmp_path):
-    documents = [Document(f"package/module_{i}.py", tmp_path) for i in range(1000)]
-    train, held_out = split_held_out(documents, 0.1)
-    assert set(train) | set(held_out) == set(documents)
-    assert not set(train) & set(held_out)
-    assert 70 < len(held_out) < 130
-    assert split_held_out(documents[::-1], 0.1)[1] == held_out[::-1]
-    assert name_fraction("sched.py") == 0.013793653330377856  # so that no other rule slips in
-
-
-def test_the_trained_vocabulary_has_starcoders_structure():
-    bpe = tiny_bpe()
-    assert bpe.vocab_size == VOCAB_SIZE
-    assert [bpe.token_id(token) for token in SPECIAL_TOKENS] == list(range(19))
-    assert len(bpe.encode("2024")) == 4  # digits one by one
-    text = "x = '<fim_prefix>' # ☃\t\r\n"
-    ids = bpe.encode(text)
-    assert bpe.decode(ids) == text
-    assert min(ids) >= 19  # text that spells a special token stays text
-    with pytest.raises(InvalidContentError, match="expected 100000"):
-        BPE.train(DOCUMENTS, 100_000)

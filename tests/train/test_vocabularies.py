@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from starscope.errors import InputError, StarscopeError, TokenizerError, UnsupportedError
+from starscope.errors import InputError, InvalidContentError, StarscopeError, TokenizerError, UnsupportedError
 from starscope.gguf import read_gguf, string, write_gguf
 from starscope.tokenizer import Tokenizer
 from starscope.train.vocabularies import (
+    BPE,
+    SPECIAL_TOKENS,
     character_vocabulary,
     find_end_of_text,
     find_fim,
@@ -20,7 +22,7 @@ from starscope.train.vocabularies import (
     save_vocabulary,
     vocabulary_digest,
 )
-from support.training import DOCUMENTS, tiny_bpe
+from support.training import DOCUMENTS, VOCAB_SIZE, tiny_bpe
 
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak. 1623 'tis\t"
 
@@ -143,3 +145,16 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
     with pytest.raises(UnsupportedError, match=r"it has no token that ends a text; expected one"):
         find_end_of_text(Tokenizer.from_folder(tmp_path), "it")
+
+
+def test_the_trained_vocabulary_has_starcoders_structure():
+    bpe = tiny_bpe()
+    assert bpe.vocab_size == VOCAB_SIZE
+    assert [bpe.token_id(token) for token in SPECIAL_TOKENS] == list(range(19))
+    assert len(bpe.encode("2024")) == 4  # digits one by one
+    text = "x = '<fim_prefix>' # ☃\t\r\n"
+    ids = bpe.encode(text)
+    assert bpe.decode(ids) == text
+    assert min(ids) >= 19  # text that spells a special token stays text
+    with pytest.raises(InvalidContentError, match="expected 100000"):
+        BPE.train(DOCUMENTS, 100_000)

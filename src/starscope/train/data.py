@@ -1,9 +1,8 @@
-"""Files -> documents -> tokens in one mapped file -> batches.
+"""Tokens in one mapped file -> batches.
 
-One file is one document. Its tokens are followed by an end-of-text token; all documents lie one after another in a
-token file, two or four bytes a token. Which documents are held out depends on their relative path alone, so it is
-the same on every machine. A sample is context_length + 1 consecutive tokens; every epoch visits each once, in an
-order that is a pure function of (seed, epoch):
+The tokens of a document are followed by an end-of-text token; all documents lie one after another in a token file,
+two or four bytes a token, as its header says. A sample is context_length + 1 consecutive tokens; every epoch visits
+each once, in an order that is a pure function of (seed, epoch):
 
     batches = Batches(open_tokens("train.tokens").ids, context_length=512, seed=0)
     batches.batch(first=0, count=16)        # [16 513]
@@ -12,23 +11,18 @@ order that is a pure function of (seed, epoch):
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from starscope.checkpoint.files import open_regular, parse_object, read_bytes
-from starscope.errors import DoesNotFitError, InputError, InvalidContentError, OutputError
-from starscope.train.documents import Document
-
-if TYPE_CHECKING:
-    import tokenizers
+from starscope.checkpoint.files import open_regular, parse_object
+from starscope.errors import DoesNotFitError, InvalidContentError, OutputError
 
 Ids = np.ndarray[Any, Any]
 
@@ -38,69 +32,6 @@ HEADER = ("version", "width", "vocab_size", "tokens", "documents", "bytes", "fin
 VERSION = 1
 CHECKED_TOKENS = 1 << 22  # looked at together, so that a file of any size takes little memory
 
-# StarCoder's special tokens in its order: the first ids of its vocabulary.
-END_OF_TEXT, FIM_PREFIX, FIM_MIDDLE = "<|endoftext|>", "<fim_prefix>", "<fim_middle>"
-FIM_SUFFIX, FIM_PAD = "<fim_suffix>", "<fim_pad>"
-SPECIAL_TOKENS = (
-    END_OF_TEXT,
-    FIM_PREFIX,
-    FIM_MIDDLE,
-    FIM_SUFFIX,
-    FIM_PAD,
-    "<filename>",
-    "<gh_stars>",
-    "<issue_start>",
-    "<issue_comment>",
-    "<issue_closed>",
-    "<jupyter_start>",
-    "<jupyter_text>",
-    "<jupyter_code>",
-    "<jupyter_output>",
-    "<empty_output>",
-    "<commit_before>",
-    "<commit_msg>",
-    "<commit_after>",
-    "<reponame>",
-)
-
-
-def find_documents(
-    paths: Iterable[str | os.PathLike[str]],
-    *,
-    suffixes: Sequence[str] = (),
-    keep: Callable[[str], bool] = lambda name: True,
-) -> list[Document]:
-    """Every file under the paths, by name; InputError when there is none.
-
-    In folders only files with one of the suffixes (none: all) and whose relative name `keep` accepts; a file that is
-    named itself is taken as it is.
-    """
-    found: dict[str, Document] = {}
-    for given in map(Path, paths):
-        if not given.exists():
-            raise InputError(f"{given} does not exist.")
-        inside = [given] if given.is_file() else sorted(path for path in given.rglob("*") if path.is_file())
-        base = given.parent if given.is_file() else given
-        for path in inside:
-            name = path.relative_to(base).as_posix()
-            if path == given or ((not suffixes or path.suffix in suffixes) and keep(name)):
-                found.setdefault(name, Document(name, path))
-    if not found:
-        raise InputError(f"no file to train on under {', '.join(map(str, paths))}.")
-    return [found[name] for name in sorted(found)]
-
-
-def name_fraction(name: str) -> float:
-    """A number in [0, 1) that depends on a document's name alone: the first 8 bytes of its SHA-256."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
-
-
-def split_held_out(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    """The documents to train on and those held out: the ones whose name's fraction is below `fraction`."""
-    held_out = [document for document in documents if name_fraction(document.name) < fraction]
-    kept = [document for document in documents if name_fraction(document.name) >= fraction]
-    return kept, held_out
-
 
 class Codec(Protocol):
     """Text to ids and back, without special tokens being recognized in the text or added to it."""
@@ -108,73 +39,6 @@ class Codec(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: list[int]) -> str: ...
-
-
-class BPE:
-    """A `tokenizers` byte-level BPE as a Codec; `save` writes the tokenizer.json that `starscope.Tokenizer` reads."""
-
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
-        inner.encode_special_tokens = True  # text that spells a special token stays text
-        self._inner = inner
-
-    @classmethod
-    def read(cls, path: Path) -> BPE:
-        import tokenizers
-
-        return cls(tokenizers.Tokenizer.from_buffer(read_bytes(path)))
-
-    @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int, *, at_most: bool = False) -> BPE:
-        """A vocabulary of exactly `vocab_size` tokens with StarCoder's structure: digits one by one, then bytes.
-
-        InvalidContentError when the text gives fewer, unless `vocab_size` is the most that there may be.
-        """
-        import tokenizers
-        from tokenizers import decoders, models, pre_tokenizers, trainers
-
-        inner = tokenizers.Tokenizer(models.BPE())
-        inner.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-            ]
-        )
-        inner.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=list(SPECIAL_TOKENS),
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        inner.train_from_iterator(texts, trainer)
-        if inner.get_vocab_size() != vocab_size and not (at_most and inner.get_vocab_size() < vocab_size):
-            raise InvalidContentError(
-                f"the text gives {inner.get_vocab_size()} tokens; expected {vocab_size}.",
-                hint="Ask for a smaller vocabulary (at least 275: 256 bytes and 19 special tokens) or add text.",
-            )
-        return cls(inner)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self._inner.get_vocab_size())
-
-    def token_id(self, token: str) -> int:
-        found = self._inner.token_to_id(token)
-        if found is None:
-            raise InvalidContentError(f"the vocabulary has no {token}.")
-        return int(found)
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._inner.encode(text, add_special_tokens=False).ids)
-
-    def decode(self, ids: list[int]) -> str:
-        return str(self._inner.decode(ids, skip_special_tokens=False))
-
-    def to_json(self) -> str:
-        return str(self._inner.to_str())
-
-    def save(self, path: Path) -> None:
-        path.write_text(self.to_json(), encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,21 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from starscope.errors import InvalidContentError, StarscopeError
-from starscope.train.data import BPE, Codec
+from starscope.train.data import Codec
 from starscope.train.documents import Corpus, Passage, find_documents, survey
 from starscope.train.leakage import Leakage, measure_leakage
-from starscope.train.prepare import DEFAULT_VOCAB_SIZE, TRAIN_PIECE, DataOptions, Progress, Split, nothing, split_text
-from starscope.train.vocabularies import character_vocabulary, find_end_of_text, find_fim, open_tokenizer
+from starscope.train.prepare import DataOptions, Progress, nothing
+from starscope.train.split import Split, split_text
+from starscope.train.vocabularies import (
+    BPE,
+    DEFAULT_VOCAB_SIZE,
+    TRAIN_PIECE,
+    character_vocabulary,
+    find_end_of_text,
+    find_fim,
+    open_tokenizer,
+    text_to_learn_from,
+)
 
 COUNTED_BYTES = 2 << 20  # of each part whose tokens are counted; more is estimated from as much
 VOCABULARY_BYTES = 8 << 20  # of text that a vocabulary is tried on
@@ -111,7 +121,7 @@ def _vocabulary(options: DataOptions, corpus: Corpus, parts: Split, problems: li
         bpe = character_vocabulary(characters, fim=options.fim_rate > 0)
         return bpe, bpe.vocab_size, options.fim_rate > 0
     if options.vocab == "bpe":
-        pieces = _spread(parts.train, VOCABULARY_BYTES, TRAIN_PIECE)
+        _, pieces = text_to_learn_from(parts.train, VOCABULARY_BYTES)
         size = options.vocab_size or DEFAULT_VOCAB_SIZE
         try:
             bpe = BPE.train(pieces, size, at_most=True)

@@ -13,13 +13,23 @@ of S, never from M, and every moved middle is followed by the end of text: that 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from starscope.errors import UsageError
-from starscope.train.data import BPE, END_OF_TEXT, FIM_MIDDLE, FIM_PAD, FIM_PREFIX, FIM_SUFFIX, Codec, Ids, random_words
+from starscope.train.data import Codec, Ids, random_words
 
+# StarCoder's spellings.
+END_OF_TEXT, FIM_PREFIX, FIM_MIDDLE = "<|endoftext|>", "<fim_prefix>", "<fim_middle>"
+FIM_SUFFIX, FIM_PAD = "<fim_suffix>", "<fim_pad>"
 UNKNOWN_CHARACTER = "\ufffd"  # what decoding gives where a cut went through a character
+
+
+class Named(Protocol):
+    """A vocabulary whose tokens have spellings."""
+
+    def token_id(self, token: str) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -33,8 +43,10 @@ class FimIds:
     pad: int
 
     @classmethod
-    def of(cls, bpe: BPE) -> FimIds:
-        return cls(*(bpe.token_id(token) for token in (END_OF_TEXT, FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX, FIM_PAD)))
+    def of(cls, vocabulary: Named) -> FimIds:
+        return cls(
+            *(vocabulary.token_id(token) for token in (END_OF_TEXT, FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX, FIM_PAD))
+        )
 
 
 @dataclass(frozen=True)

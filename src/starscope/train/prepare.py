@@ -24,24 +24,24 @@ from typing import Any
 from starscope.checkpoint.files import read_text
 from starscope.errors import InputError, InvalidContentError, OutputError, StarscopeError, UsageError
 from starscope.tokenizer import Tokenizer
-from starscope.train.data import BPE, Batches, TokenFile, name_fraction, open_tokens, write_tokens
+from starscope.train.data import Batches, TokenFile, open_tokens, write_tokens
 from starscope.train.documents import Corpus, Found, Passage, find_documents, survey
 from starscope.train.fim import FillInTheMiddle, FimIds
+from starscope.train.split import SPLITS, Split, split_text
 from starscope.train.vocabularies import (
-    SAMPLE_BYTES,
+    BPE,
+    DEFAULT_VOCAB_SIZE,
+    TRAIN_PIECE,
     character_vocabulary,
     find_end_of_text,
     find_fim,
     open_tokenizer,
     save_vocabulary,
+    text_to_learn_from,
     vocabulary_digest,
 )
 
 VERSION = 1  # of what is kept in the folder
-DEFAULT_VOCAB_SIZE = 4096
-SPLITS = ("auto", "documents", "last")
-NEAR_SHARE = 4  # documents are held out when that gives the share that was asked for within this factor
-TRAIN_PIECE = 1 << 14  # characters that the trainer of a vocabulary is given at a time
 SETTLED = 2.0  # seconds after its last change from which a file's times tell whether it changes again
 
 Report = Callable[[str], None]
@@ -128,44 +128,6 @@ class Prepared:
                 f"the tokenizer has {self.vocab_size} tokens; the model has {rows}.",
                 hint="Use the model's own tokenizer, or train a new model.",
             )
-
-
-@dataclass(frozen=True)
-class Split:
-    """What to train on and what to measure with, and how it was decided, in a sentence."""
-
-    train: list[Passage]
-    held_out: list[Passage]
-    note: str
-
-
-def split_text(passages: Sequence[Passage], share: float, how: str) -> Split:
-    """Documents by their names, or the last share of each; InvalidContentError when nothing is left to train on."""
-    if share == 0:
-        return Split(list(passages), [], "nothing is held out.")
-    total = sum(passage.bytes for passage in passages)
-    held_out = [passage for passage in passages if name_fraction(passage.name) < share]
-    found = sum(passage.bytes for passage in held_out) / total
-    near = share / NEAR_SHARE <= found <= min(share * NEAR_SHARE, (1 + share) / 2)
-    if how == "documents" or (how == "auto" and near):
-        train = [passage for passage in passages if name_fraction(passage.name) >= share]
-        if not train or not held_out:
-            what = "to train on" if held_out else "held out"
-            raise InvalidContentError(
-                f"no document is {what} at a share of {share:g} of {len(passages)}.",
-                hint="Change the share, or hold out the last share of each document.",
-            )
-        return Split(
-            train, held_out, f"held out: {len(held_out)} of {len(passages)} documents, {found:.1%} of the text."
-        )
-    pairs = [passage.split(share) for passage in passages]
-    train, held_out = ([part for part in parts if part.bytes] for parts in zip(*pairs, strict=True))
-    if not train or not held_out:
-        raise InvalidContentError(
-            f"the text has {total} bytes: too few to hold out {share:g} of it.", hint="Add text or hold out nothing."
-        )
-    of = "the text" if len(passages) == 1 else f"each of {len(passages)} documents"
-    return Split(train, held_out, f"held out: the last {share:.1%} of {of}.")
 
 
 def prepare(options: DataOptions, folder: Path, report: Report = nothing, progress: Progress = nothing) -> Prepared:
@@ -258,30 +220,27 @@ def _make(
 
 def _make_vocabulary(options: DataOptions, folder: Path, corpus: Corpus, parts: Split, progress: Progress) -> list[str]:
     """Write tokenizer.json into the folder; returns what there is to say about it."""
-    total = corpus.bytes if options.vocab == "chars" else sum(passage.bytes for passage in parts.train)
-    notes: list[str] = []
     if options.vocab == "chars":
         characters: set[str] = set()
-        for piece in _counted(corpus.passages, total, progress):
+        pieces = (piece for passage in corpus.passages for piece in passage.pieces(TRAIN_PIECE))
+        for piece in _told(pieces, corpus.bytes, progress):
             characters.update(piece)
         save_vocabulary(character_vocabulary(characters, fim=options.fim_rate > 0), folder)
-        return notes
-    every = -(-total // SAMPLE_BYTES)
-    if every > 1:
-        notes.append(f"the vocabulary is trained on one in {every} pieces of the text.")
-    pieces = (piece for number, piece in enumerate(_counted(parts.train, total, progress)) if number % every == 0)
-    size, at_most = options.vocab_size or DEFAULT_VOCAB_SIZE, options.vocab_size is None
-    save_vocabulary(BPE.train(pieces, size, at_most=at_most), folder)
-    return notes
+        return []
+    every, pieces = text_to_learn_from(parts.train)
+    size = options.vocab_size or DEFAULT_VOCAB_SIZE
+    total = sum(passage.bytes for passage in parts.train) // every
+    bpe = BPE.train(_told(pieces, total, progress), size, at_most=options.vocab_size is None)
+    save_vocabulary(bpe, folder)
+    return [] if every == 1 else [f"the vocabulary is trained on one in {every} pieces of the text."]
 
 
-def _counted(passages: Sequence[Passage], total: int, progress: Progress) -> Iterator[str]:
+def _told(pieces: Iterator[str], total: int, progress: Progress) -> Iterator[str]:
     done = 0
-    for passage in passages:
-        for piece in passage.pieces(TRAIN_PIECE):
-            yield piece
-            done += len(piece.encode())
-            progress("making the vocabulary", done, total)
+    for piece in pieces:
+        yield piece
+        done += len(piece.encode())
+        progress("making the vocabulary", min(done, total), total)
 
 
 def _reuse(

@@ -13,19 +13,124 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from starscope.errors import InputError, UnsupportedError
+from starscope.checkpoint.files import read_bytes
+from starscope.errors import InputError, InvalidContentError, UnsupportedError
 from starscope.gguf import read_gguf
 from starscope.tokenizer import Tokenizer
 from starscope.tokenizer.bytelevel import bytes_to_piece
 from starscope.tokenizer.vocabulary import END_SPELLINGS
-from starscope.train.data import BPE, END_OF_TEXT, FIM_MIDDLE, FIM_PAD, FIM_PREFIX, FIM_SUFFIX
-from starscope.train.fim import FimIds
+from starscope.train.documents import Passage
+from starscope.train.fim import END_OF_TEXT, FIM_MIDDLE, FIM_PAD, FIM_PREFIX, FIM_SUFFIX, FimIds
 
+if TYPE_CHECKING:
+    import tokenizers
+
+# StarCoder's special tokens in its order: the first ids of its vocabulary.
+SPECIAL_TOKENS = (
+    END_OF_TEXT,
+    FIM_PREFIX,
+    FIM_MIDDLE,
+    FIM_SUFFIX,
+    FIM_PAD,
+    "<filename>",
+    "<gh_stars>",
+    "<issue_start>",
+    "<issue_comment>",
+    "<issue_closed>",
+    "<jupyter_start>",
+    "<jupyter_text>",
+    "<jupyter_code>",
+    "<jupyter_output>",
+    "<empty_output>",
+    "<commit_before>",
+    "<commit_msg>",
+    "<commit_after>",
+    "<reponame>",
+)
 FIM_TOKENS = (FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX, FIM_PAD)
-SAMPLE_BYTES = 32 << 20  # of text that a vocabulary is trained on: more hardly changes it, and costs memory
+DEFAULT_VOCAB_SIZE = 4096  # of a trained one, where the text gives as many
+SAMPLE_BYTES = 16 << 20  # of text that a vocabulary is trained on: more hardly changes it, and costs memory
+TRAIN_PIECE = 1 << 14  # characters that the trainer is given at a time
+LONGEST_WORD = 1 << 10  # characters that are learned from of a piece without white space, which is data, not text
+
+
+class BPE:
+    """A `tokenizers` byte-level BPE as a Codec; `save` writes the tokenizer.json that `starscope.Tokenizer` reads."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        inner.encode_special_tokens = True  # text that spells a special token stays text
+        self._inner = inner
+
+    @classmethod
+    def read(cls, path: Path) -> BPE:
+        import tokenizers
+
+        return cls(tokenizers.Tokenizer.from_buffer(read_bytes(path)))
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int, *, at_most: bool = False) -> BPE:
+        """A vocabulary of exactly `vocab_size` tokens with StarCoder's structure: digits one by one, then bytes.
+
+        InvalidContentError when the text gives fewer, unless `vocab_size` is the most that there may be.
+        """
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers, trainers
+
+        inner = tokenizers.Tokenizer(models.BPE())
+        inner.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
+        inner.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=list(SPECIAL_TOKENS),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        inner.train_from_iterator(texts, trainer)
+        if inner.get_vocab_size() != vocab_size and not (at_most and inner.get_vocab_size() < vocab_size):
+            raise InvalidContentError(
+                f"the text gives {inner.get_vocab_size()} tokens; expected {vocab_size}.",
+                hint="Ask for a smaller vocabulary (at least 275: 256 bytes and 19 special tokens) or add text.",
+            )
+        return cls(inner)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._inner.get_vocab_size())
+
+    def token_id(self, token: str) -> int:
+        found = self._inner.token_to_id(token)
+        if found is None:
+            raise InvalidContentError(f"the vocabulary has no {token}.")
+        return int(found)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._inner.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._inner.decode(ids, skip_special_tokens=False))
+
+    def to_json(self) -> str:
+        return str(self._inner.to_str())
+
+    def save(self, path: Path) -> None:
+        path.write_text(self.to_json(), encoding="utf-8")
+
+
+def text_to_learn_from(passages: Sequence[Passage], most_bytes: int = SAMPLE_BYTES) -> tuple[int, Iterator[str]]:
+    """Pieces that are evenly spread over the text, about `most_bytes` in all: one in how many, and those."""
+    every = max(1, -(-sum(passage.bytes for passage in passages) // most_bytes))
+    pieces = (piece for passage in passages for piece in passage.pieces(TRAIN_PIECE))
+    chosen = (piece for number, piece in enumerate(pieces) if number % every == 0)
+    return every, (piece if len(piece.split(None, 1)) > 1 else piece[:LONGEST_WORD] for piece in chosen)
 
 
 def character_vocabulary(characters: Iterable[str], *, fim: bool) -> BPE:
