@@ -271,7 +271,7 @@ def test_a_completion_script_asks_this_command(shell, cli):
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        ("starscope t", {"tokenize", "trace"}),
+        ("starscope t", {"tokenize", "trace", "train"}),
         ("starscope run --te", {"--temperature"}),
         ("starscope completion z", {"zsh"}),
         ("starscope run --engine nu", {"numpy"}),

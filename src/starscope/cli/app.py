@@ -40,6 +40,9 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "graph": ("show:graph", "Print a model's forward pass, one line an operation."),
         "export": ("export:export", "Turn a GGUF file into a Hugging Face folder."),
     },
+    "Make a model": {
+        "train": ("train:train", "Train a small model from scratch on plain text or code."),
+    },
     "This installation": {
         "doctor": ("doctor:doctor", "Check versions, processor, memory and extras."),
         "completion": ("completion:completion", "Print a shell's completion script."),

@@ -22,12 +22,14 @@ from typing import Any
 
 import numpy as np
 
+from starscope.checkpoint import open_checkpoint
 from starscope.convert import encode_checked
 from starscope.engine.weights import Weights
-from starscope.errors import OutputError, OutputExistsError, UnsupportedError, UsageError
+from starscope.errors import OutputError, OutputExistsError, UnsupportedError, UsageError, VerificationError
 from starscope.family import Family, HParams, Slot, write_config
-from starscope.formats import find_format
+from starscope.formats import decode, find_format
 from starscope.gguf.writer import atomic_output
+from starscope.mapping import map_checkpoint
 from starscope.tokenizer import Tokenizer
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # TYPE -> torch's name
@@ -103,9 +105,12 @@ def write_folder(
     *,
     to: str = "f32",
     force: bool = False,
+    verify: bool = False,
     progress: Progress | None = None,
 ) -> int:
     """Write a folder, which takes its name when it is complete; returns the bytes of its weights.
+
+    `verify` opens it before that as any reader does, and compares every weight with those given.
 
     `weights` by our names; a tied tensor may be absent or, in `Weights`, stand for the other one. The same weights and
     tokenizer give the same bytes: no path and no time is written.
@@ -130,7 +135,29 @@ def write_folder(
         for name, document in documents.items():
             text = json.dumps(document, ensure_ascii=False, indent=2) + "\n"
             (made / name).write_text(text, encoding="utf-8")
-        return _write_weights(made / "model.safetensors", slots, weights, to.lower(), progress)
+        size = _write_weights(made / "model.safetensors", slots, weights, to.lower(), progress)
+        if verify:
+            _verify(made, slots, weights, to.lower())
+        return size
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """The tokenizer's files alone, in a folder that may be there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, document in tokenizer.to_files().items():
+        (folder / name).write_text(json.dumps(document, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+def _verify(folder: Path, slots: Sequence[Slot], weights: Mapping[str, np.ndarray], to: str) -> None:
+    """VerificationError when a weight that is read from the folder is another than the one given, rounded to `to`."""
+    format_ = find_format(to)
+    with open_checkpoint(folder) as checkpoint:
+        mapped = map_checkpoint(checkpoint)
+        for slot in slots:
+            found = mapped.read(slot)
+            wanted = decode(format_, encode_checked(slot.name, format_, weights[slot.name].reshape(-1, slot.shape[-1])))
+            if found.tobytes() != wanted.tobytes():
+                raise VerificationError(f"{slot.hf} in {folder.name} differs from the weights that it was made of.")
 
 
 def _torch_name(to: str) -> str:

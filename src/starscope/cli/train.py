@@ -1,0 +1,193 @@
+"""`train`: plain text or code in, a model out."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from starscope.cli.common import PATH, Session, everywhere, json_option
+from starscope.cli.signals import Stopped
+from starscope.cli.train_options import Command, ignored_flags, train_options
+from starscope.cli.train_progress import training_progress
+from starscope.cli.units import bytes_text, plural
+from starscope.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from starscope.train.job import Finished, Job
+    from starscope.train.loop import Outcome
+    from starscope.train.settings import Settings
+
+RESUMED = "--resume goes on from there"
+
+
+@click.command(cls=Command)
+@click.argument("more", nargs=-1, metavar="[PATH]...", type=PATH)
+@train_options
+@json_option
+@everywhere
+@click.pass_context
+def train(
+    ctx: click.Context,
+    /,
+    more: tuple[str, ...],
+    out: str | None,
+    preset: str | None,
+    resume: bool,
+    force: bool,
+    dry_run: bool,
+    checkpoint_in: str | None,
+    checkpoint_out: str | None,
+    model_out: str | None,
+    only_write_model: bool,
+    threads: int | None,
+    **given: Any,
+) -> None:
+    """Train a small model from scratch on plain text or code.
+
+    PATH, like --data, is a file or a folder of text. DIR gets model.gguf, hf/ (the same for transformers and vLLM),
+    log.jsonl and report.html; the checkpoint in it is what --resume goes on from, with the same bits. Ctrl-C saves.
+    The flags of llama.cpp's train-text-from-scratch are taken too, with - or _ between their words.
+    """
+    session: Session = ctx.obj
+    if out is None and not dry_run:
+        raise UsageError("there is no --out; expected a folder for the model.")
+    for text in ignored_flags(ctx, session.args):
+        session.note(f"note: {text}")
+    given["data"] = (*given["data"], *more)
+    resume = resume or only_write_model or checkpoint_in is not None
+    folder = Path(out or "")
+    settings = read_settings(session, given, preset, folder, resume, checkpoint_in)
+    need_torch()
+    use_threads(threads)
+    if dry_run:
+        from starscope.cli.train_plan import tell_plan
+
+        tell_plan(session, settings)
+        return
+
+    from starscope.train.job import Job
+
+    with training_progress(session) as shown:
+        job = Job(settings, folder, force=force, report=shown.line, say=shown.say, progress=shown.prepare)
+        job.check_output(resume=resume)
+        if checkpoint_in is not None:
+            take_checkpoint(Path(checkpoint_in), folder)
+        job.prepare(resume=resume)
+        shown.begin(job.settings.steps, job.trainer.step)
+        outcome = None if only_write_model else job.train()
+    if checkpoint_out is not None and outcome is not None:
+        copy_checkpoint(session, folder, checkpoint_out, outcome.step)
+    if outcome is not None and outcome.signal is not None:
+        session.note(f"stopped after step {outcome.step}; {RESUMED}")
+        raise KeyboardInterrupt if outcome.signal == signal.SIGINT else Stopped(outcome.signal)
+    made = job.finish()
+    if model_out is not None:
+        copy_file(made.model, Path(model_out))
+    tell_end(session, job, outcome, made)
+
+
+def read_settings(
+    session: Session, given: dict[str, Any], preset: str | None, folder: Path, resume: bool, checkpoint: str | None
+) -> Settings:
+    """The settings of the run: what was given, over the preset, over what the run in the folder was asked for."""
+    from starscope.train import settings as of
+    from starscope.train.flags import translate
+
+    saved = of.read_settings(folder) if resume and (checkpoint is None or (folder / of.FILE).exists()) else None
+    usual = of.resolve({}, preset=preset, saved=saved)
+    asked, notes = translate(given, vars(usual))
+    for note in notes:
+        session.note(f"note: {note}")
+    if (asked.get("seed") or 0) < 0:
+        asked["seed"] = secrets.randbelow(2**31)
+        session.note(f"note: the seed is {asked['seed']}.")
+    settings = of.resolve(asked, preset=preset, saved=saved)
+    if not settings.data:
+        raise UsageError("there is no --data; expected files or folders of text.")
+    return settings
+
+
+def need_torch() -> None:
+    """UnsupportedError, with what to do, where torch is not installed."""
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        raise UnsupportedError(
+            "training needs torch, which is not installed.",
+            hint="Install a CPU build of torch, or: pip install 'starscope[torch]'",
+        )
+
+
+def use_threads(threads: int | None) -> None:
+    """Let torch use so many cores."""
+    if threads is None:
+        return
+    if threads < 1:
+        raise UsageError(f"threads is {threads}; expected at least 1.")
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def take_checkpoint(source: Path, folder: Path) -> None:
+    """Put the checkpoint to go on from where the run looks for it; what was there stays as the previous one."""
+    from starscope.train.checkpoints import CURRENT, PREVIOUS, read_checkpoint
+
+    target = folder / CURRENT
+    read_checkpoint(source)
+    if target.exists() and target.samefile(source):
+        return
+    if target.exists():
+        target.replace(folder / PREVIOUS)
+    copy_file(source, target)
+
+
+def copy_checkpoint(session: Session, folder: Path, pattern: str, step: int) -> None:
+    """Write the last checkpoint under another name too."""
+    from starscope.train.checkpoints import CURRENT
+
+    target = Path(pattern.replace("ITERATION", str(step)).replace("LATEST", "latest"))
+    copy_file(folder / CURRENT, target)
+    session.note(f"{target}: the checkpoint of step {step}")
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Write a file's bytes under another name, which it takes when they are all there."""
+    from starscope.gguf.writer import atomic_output
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as file, atomic_output(target, source.stat().st_size, force=True) as put:
+        while piece := file.read(1 << 20):
+            put(piece)
+
+
+def tell_end(session: Session, job: Job, outcome: Outcome | None, made: Finished) -> None:
+    """The document, or what was made and how well it does, a line each."""
+    step = job.trainer.step
+    measured = None if outcome is None else outcome.bits_per_byte
+    if outcome is not None and outcome.converged:
+        session.note(f"ended early: {outcome.converged}")
+    if session.json:
+        session.document(
+            {
+                "model": str(made.model),
+                "folder": str(made.folder),
+                "report": str(made.report),
+                "log": str(job.trainer.log_path),
+                "steps": step,
+                "parameters": job.parameters,
+                "bits_per_byte": measured,
+                "held_out_loss": None if outcome is None else outcome.held_out_loss,
+                "converged": outcome.converged if outcome is not None else "",
+            }
+        )
+    held_out = "" if measured is None else f", {measured:.3f} bits per byte on held-out text"
+    session.note(f"{plural(step, 'step')}, {job.parameters:,} parameters{held_out}")
+    session.note(f"{made.model}: {bytes_text(made.model_bytes)}, read again: its logits are the checkpoint's")
+    session.note(f"{made.folder}: the same for transformers and vLLM")
+    session.note(f"{made.report}: how it went")
+    session.note(f"go on with: starscope run {made.model} 'TEXT'")

@@ -1,0 +1,55 @@
+"""`train --dry-run`: what a run would read and take, before anything is made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starscope.cli.common import Session
+from starscope.cli.units import bytes_text
+
+if TYPE_CHECKING:
+    from starscope.family import HParams
+    from starscope.train.settings import Settings
+
+
+def tell_plan(session: Session, settings: Settings) -> None:
+    """Print the plan, or its document."""
+    from starscope.train.plan import make_plan
+
+    plan = make_plan(settings)
+    for note in (*plan.data.notes, *plan.notes):
+        session.note(f"note: {note}")
+    for problem in plan.data.problems:
+        session.note(f"problem: {problem}")
+    if session.json:
+        session.document(plan.as_json())
+        return
+    data, settings = plan.data, plan.settings
+    about = "about " if data.is_estimate else ""
+    rows = {
+        "text": f"{data.documents:,} documents, {bytes_text(data.bytes)}",
+        "vocabulary": f"{data.vocab_size:,} tokens ({data.vocab})",
+        "to train on": f"{data.train_documents:,} documents, {about}{data.train_tokens:,} tokens, "
+        f"{data.samples:,} samples of {settings.context_length}",
+        "held out": f"{data.held_out_documents:,} documents, {about}{data.held_out_tokens:,} tokens, "
+        f"{data.held_out_share:.1%} of the text",
+    }
+    if data.leakage is not None:
+        rows["leakage"] = (
+            f"{data.leakage.line_share:.1%} of the held-out lines and {data.leakage.gram_share:.1%} of its runs of "
+            "13 words are in the text to train on"
+        )
+    rows |= {
+        "model": f"{plan.parameters:,} parameters: {shape(plan.graph.hp)}",
+        "updates": f"{settings.steps:,} of {settings.batch_size} samples, {plan.epochs:.2f} times through the data",
+        "disk": bytes_text(plan.disk_bytes),
+    }
+    session.write("".join(f"{name:<12} {text}\n" for name, text in rows.items()))
+
+
+def shape(hp: HParams) -> str:
+    """A model's sizes in words."""
+    heads = f"{hp.num_heads} heads" + (f", {hp.num_kv_heads} of keys" if hp.num_kv_heads != hp.num_heads else "")
+    return (
+        f"{hp.num_layers} blocks × {hp.hidden_size}, {heads}, MLP {hp.intermediate_size}, context {hp.context_length}"
+    )

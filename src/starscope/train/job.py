@@ -1,0 +1,249 @@
+"""One run from settings to finished files: data, model, training, and what the folder holds at the end.
+
+    job = Job(resolve({"data": ("text/",), "steps": 200}), Path("out"))
+    job.prepare()
+    if job.train().signal is None:
+        job.finish()                    # out/model.gguf, out/hf/, beside out/log.jsonl and out/report.html
+
+`out/data` keeps the tokens, `out/checkpoint.bin` where the run is, `out/settings.json` what it was asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from starscope.errors import DoesNotFitError, OutputError, OutputExistsError, UsageError
+from starscope.family import find_family, write_config
+from starscope.graph import Graph, record
+from starscope.recipes import find_recipe
+from starscope.tokenizer import Tokenizer
+from starscope.train.checkpoints import CURRENT, load_checkpoint
+from starscope.train.export import check_folder, write_folder, write_tokenizer
+from starscope.train.loop import HeldOut, Outcome, Trainer, TrainOptions
+from starscope.train.output import write_model
+from starscope.train.prepare import DataOptions, Prepared, Progress, prepare
+from starscope.train.presets import family_sizes
+from starscope.train.report import REPORT, append_line, write_report
+from starscope.train.schedules import Schedule
+from starscope.train.settings import Settings, save_settings
+from starscope.train.start import Start, open_start
+from starscope.train.stopping import EarlyStop
+from starscope.train.watcher import Watcher
+
+MODEL, FOLDER, DATA, TOKENIZER = "model.gguf", "hf", "data", "tokenizer"
+PROBE_TOKENS = 64  # that the written model's logits are compared over
+CHECKPOINT_BYTES = 12  # a parameter: itself and two moments of it
+MOST_WARMUP = 100
+PARAMETER = "parameter:"  # how a checkpoint's arrays of weights begin
+EMBEDDING = "embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The files of a finished run and what they take in bytes."""
+
+    model: Path
+    folder: Path
+    report: Path
+    model_bytes: int
+    folder_bytes: int
+
+
+def nothing(*_: Any) -> None:
+    """Tells nobody."""
+
+
+class Job:
+    """One run in one folder. `report` gets each line of the log as it is made, `say` sentences for a person."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        out: Path,
+        *,
+        force: bool = False,
+        report: Callable[[Mapping[str, Any]], None] = nothing,
+        say: Callable[[str], None] = nothing,
+        progress: Progress = nothing,
+    ) -> None:
+        self.settings, self.out, self._force = settings, out, force
+        self._report, self._say, self._progress = report, say, progress
+
+    def check_output(self, *, resume: bool) -> None:
+        """Refuse, before any work, what would replace another run, and a type that no file can have."""
+        find_recipe(self.settings.to)
+        if not resume and not self._force and (self.out / CURRENT).exists():
+            raise OutputExistsError(
+                f"{self.out} holds a run.", hint="Use --resume to go on with it, or --force to begin again."
+            )
+        if self.out.exists() and not self.out.is_dir():
+            raise OutputError(f"{self.out} is a file; expected the name of a folder.")
+        check_folder(self.out / FOLDER, force=resume or self._force)
+
+    def prepare(self, *, resume: bool = False) -> None:
+        """The tokens, the model, and a trainer: at step 0, or where the newest whole checkpoint is."""
+        start = self._start(resume) if self.settings.start else None
+        self.data = prepare(data_options(self.settings, self.out), self.out / DATA, self._say, self._progress)
+        rows = self.data.vocab_size if start is None else start.hparams.vocab_size
+        self.data.check_fits(rows)
+        family = find_family(self.settings.family)
+        hp = family_sizes(family, self.settings.sizes, rows)
+        self.graph = record(family, hp)
+        self.tokenizer = self.data.tokenizer.padded(rows)
+        write_config(family, hp), self.tokenizer.to_files()  # what could not be written at the end is refused now
+        batches = self.data.batches()
+        self.settings = replace(self.settings, steps=steps_of(self.settings, batches.per_epoch))
+        initial = None if start is None else start.weights
+        self.parameters = count_parameters(self.graph, initial)
+        self._check_disk()
+        self.trainer = Trainer(
+            self.graph,
+            batches,
+            train_options(self.settings),
+            folder=self.out,
+            held_out=held_out(self.data),
+            pad=self.data.pad,
+            initial=initial,
+            facts=self.data.facts,
+            notes={"parameters": self.parameters},
+            report=self._watch,
+        )
+        if resume and (note := self.trainer.resume()):
+            self._say(note)
+        self._say(self.trainer.why)
+        self._watcher = Watcher(self.settings, self.trainer, self.tokenizer, self.data)
+
+    def _start(self, resume: bool) -> Start:
+        """The model to go on with: its sizes become settings, its tokenizer lies in the folder from then on.
+
+        A run that is resumed has all of that, and needs the model no more.
+        """
+        if resume:
+            arrays = load_checkpoint(self.out)[0].arrays
+            weights = {n.removeprefix(PARAMETER): a for n, a in arrays.items() if n.startswith(PARAMETER)}
+            tokenizer, family = Tokenizer.from_folder(self.out / TOKENIZER), find_family(self.settings.family)
+            hp = family_sizes(family, self.settings.sizes, len(weights[EMBEDDING]))
+            return Start(self.out, family, hp, tokenizer, weights, [])
+        start = open_start(self.settings.start, self.settings.context_length)
+        for note in start.notes:
+            self._say(note)
+        self.settings = start.settle(self.settings)
+        write_tokenizer(self.out / TOKENIZER, start.tokenizer)
+        return start
+
+    def _check_disk(self) -> None:
+        """Two checkpoints and both forms of the model have to fit before a day is spent on them."""
+        wanted = disk_bytes(self.parameters)
+        there = shutil.disk_usage(self.out)
+        mine = sum(path.stat().st_size for path in self.out.rglob("*") if path.is_file())
+        if wanted > there.free + mine:
+            raise DoesNotFitError(
+                f"{self.out} needs {wanted} bytes for checkpoints and the model, and its disk has {there.free} free.",
+                hint="Free some space, choose another folder or a smaller model.",
+            )
+
+    def _watch(self, line: Mapping[str, Any]) -> None:
+        """A line of the log was made: pass it on, and look at the model where it has just been measured."""
+        self._report(line)
+        for found in self._watcher(line):
+            append_line(self.trainer.log_path, found)
+            self._report(found)
+
+    def train(self) -> Outcome:
+        """Train to the last step, or to an interrupt; the checkpoint is saved and the report written either way."""
+        if self.trainer.step == 0:
+            self.trainer.log_path.unlink(missing_ok=True)
+        save_settings(self.out, self.settings)
+        try:
+            return self.trainer.run()
+        finally:
+            self._watcher.close()
+            if self.trainer.log_path.exists():
+                write_report(self.out)
+
+    def finish(self) -> Finished:
+        """Write the model in both forms, each read again and compared with the weights that it is made of."""
+        s, weights = self.settings, self.trainer.weights()
+        ids = self.data.train.ids[: min(PROBE_TOKENS, self.graph.hp.context_length)]
+        options = {"to": s.to, "name": s.name, "license_name": s.license, "probe": ids.tolist(), "force": True}
+        size = write_model(self.out / MODEL, self.graph, weights, self.tokenizer, **options)
+        family, hp = self.graph.family, self.graph.hp
+        folder_size = write_folder(self.out / FOLDER, family, hp, weights, self.tokenizer, force=True, verify=True)
+        return Finished(self.out / MODEL, self.out / FOLDER, self.out / REPORT, size, folder_size)
+
+
+def steps_of(settings: Settings, per_epoch: int) -> int:
+    """The updates of a run: those asked for, or as many as so many times through the data take."""
+    if settings.epochs is None:
+        return settings.steps
+    return max(1, math.ceil(settings.epochs * per_epoch / settings.batch_size))
+
+
+def count_parameters(graph: Graph, initial: Mapping[str, Any] | None) -> int:
+    """What is trained: every tensor, and a tied one where the model to go on with has it."""
+    slots = graph.family.slots(graph.hp)
+    return sum(slot.parameters for slot in slots if slot.tied_to is None or (initial and slot.name in initial))
+
+
+def disk_bytes(parameters: int) -> int:
+    """What a run's folder takes at most, without the tokens: two checkpoints and the model in both forms."""
+    return parameters * (2 * CHECKPOINT_BYTES + 2 * 4)
+
+
+def data_options(settings: Settings, out: Path) -> DataOptions:
+    """What the settings say of the data. With a model to go on with, the tokenizer is its own."""
+    s = settings
+    return DataOptions(
+        s.data,
+        suffixes=s.suffixes,
+        vocab=out / TOKENIZER if s.start else s.vocab,
+        vocab_size=None if s.start else s.vocab_size,
+        held_out=s.held_out,
+        split=s.split,
+        context_length=s.sizes["context_length"],
+        seed=s.seed,
+        fim_rate=s.fim_rate,
+        spm_rate=s.spm_rate,
+    )
+
+
+def train_options(settings: Settings) -> TrainOptions:
+    """What the settings say of the optimisation. UsageError for what contradicts itself."""
+    s = settings
+    if s.accumulation < 1 or s.batch_size % s.accumulation:
+        raise UsageError(f"a batch of {s.batch_size} samples is not {s.accumulation} equal parts.")
+    warmup = min(MOST_WARMUP, s.decay_steps // 10) if s.warmup_steps is None else s.warmup_steps
+    schedule = Schedule(
+        s.learning_rate, warmup, s.decay_steps, s.learning_rate * s.final_share, s.schedule, s.restart_growth
+    )
+    return TrainOptions(
+        s.steps,
+        schedule,
+        s.batch_size,
+        s.batch_size // s.accumulation,
+        weight_decay=s.weight_decay,
+        clip_norm=s.clip_norm,
+        seed=s.seed,
+        precision=s.precision,
+        log_every=s.log_every,
+        evaluate_every=s.evaluate_every,
+        save_every=s.save_every,
+        optimizer=s.optimizer,
+        betas=(s.beta1, s.beta2),
+        lbfgs_iterations=s.lbfgs_iterations,
+        init=s.init,
+        recompute=s.recompute,
+        early_stop=EarlyStop(s.tolerance, s.past, s.delta, s.max_no_improvement),
+    )
+
+
+def held_out(data: Prepared) -> HeldOut | None:
+    """The documents to measure with, None when nothing is held out."""
+    if data.held_out is None:
+        return None
+    return HeldOut(list(data.held_out.split(data.end_of_text)), data.held_out.bytes, data.end_of_text)
