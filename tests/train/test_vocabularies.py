@@ -158,3 +158,14 @@ def test_the_trained_vocabulary_has_starcoders_structure():
     assert min(ids) >= 19  # text that spells a special token stays text
     with pytest.raises(InvalidContentError, match="expected 100000"):
         BPE.train(DOCUMENTS, 100_000)
+
+
+def test_texts_that_are_encoded_together_have_the_ids_of_each_alone(tmp_path):
+    tokenizer = saved(tmp_path, "".join(DOCUMENTS))
+    texts = [*DOCUMENTS, "", "a"]
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+    assert tiny_bpe().encode_batch(texts) == [tiny_bpe().encode(text) for text in texts]
+    with pytest.raises(TokenizerError, match="the text holds the byte 0x7E"):
+        tokenizer.encode_batch(["a", "~"])
+    with pytest.raises(TokenizerError, match="half of a surrogate pair"):
+        tokenizer.encode_batch(["a", "\ud800"])

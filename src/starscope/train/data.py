@@ -14,8 +14,10 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,13 +32,17 @@ MAGIC = b"starscope tokens\n"
 HEADER_BYTES = 512  # the magic and a JSON object, padded with spaces, so that the tokens are aligned
 HEADER = ("version", "width", "vocab_size", "tokens", "documents", "bytes", "fingerprint")
 VERSION = 1
-CHECKED_TOKENS = 1 << 22  # looked at together, so that a file of any size takes little memory
+BATCH = 1 << 18  # characters that are encoded together, so that all cores have work
+MOST_PIECES = 1 << 12
+CHECKED_BYTES = 1 << 20  # looked at together
 
 
 class Codec(Protocol):
     """Text to ids and back, without special tokens being recognized in the text or added to it."""
 
     def encode(self, text: str) -> list[int]: ...
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
 
     def decode(self, ids: list[int]) -> str: ...
 
@@ -80,14 +86,15 @@ def write_tokens(
     try:
         with temporary.open("wb") as out:
             out.write(b" " * HEADER_BYTES)
-            for text in texts:
-                for piece in (text,) if isinstance(text, str) else text:
-                    ids = np.array(codec.encode(piece), np.int64)
-                    _check_range(ids, vocab_size, "the tokenizer gave")
-                    out.write(ids.astype(dtype).tobytes())
-                    count, size = count + len(ids), size + len(piece.encode())
-                out.write(np.array([end_of_text], dtype).tobytes())
-                count, documents = count + 1, documents + 1
+            for batch in _batches(texts):
+                pieces = [piece for piece in batch if piece is not None]
+                encoded = iter(codec.encode_batch(pieces))
+                parts = ([end_of_text] if piece is None else next(encoded) for piece in batch)
+                ids = np.concatenate([np.array(part, np.int64) for part in parts])
+                _check_range(ids, vocab_size, "the tokenizer gave")
+                out.write(ids.astype(dtype).tobytes())
+                count, documents = count + len(ids), documents + len(batch) - len(pieces)
+                size += sum(len(piece.encode()) for piece in pieces)
             header = {
                 "version": VERSION,
                 "width": dtype.itemsize,
@@ -109,7 +116,23 @@ def write_tokens(
             raise DoesNotFitError(f"{found}.", hint="Free some space or take another folder.") from error
         raise OutputError(f"{path} cannot be written: {error.strerror}.") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _batches(texts: Iterable[str | Iterable[str]]) -> Iterator[list[str | None]]:
+    """The pieces of all texts in batches to encode together; None ends a text."""
+    batch: list[str | None] = []
+    size = 0
+    for text in texts:
+        for piece in chain((text,) if isinstance(text, str) else text, (None,)):
+            batch.append(piece)
+            size += len(piece or "")
+            if size >= BATCH or len(batch) >= MOST_PIECES:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _check_range(ids: Ids, vocab_size: int, what: str) -> None:
@@ -136,9 +159,12 @@ def open_tokens(path: Path) -> TokenFile:
         raise InvalidContentError(found, hint="Delete it to make it again.")
     if header["tokens"] == 0:
         raise InvalidContentError(f"{path} has no tokens; expected some.", hint="Delete it to make it again.")
-    ids = np.memmap(path, f"<u{header['width']}", "r", HEADER_BYTES, (header["tokens"],))
-    for start in range(0, len(ids), CHECKED_TOKENS):
-        _check_range(ids[start : start + CHECKED_TOKENS], header["vocab_size"], f"{path} has the")
+    dtype = np.dtype(f"<u{header['width']}")
+    with open(open_regular(path), "rb") as file:  # read, not mapped: what is mapped and touched counts as memory
+        file.seek(HEADER_BYTES)
+        while chunk := file.read(CHECKED_BYTES):
+            _check_range(np.frombuffer(chunk, dtype), header["vocab_size"], f"{path} has the")
+    ids = np.memmap(path, dtype, "r", HEADER_BYTES, (header["tokens"],))
     return TokenFile(path, ids, header["vocab_size"], header["documents"], header["bytes"], header["fingerprint"])
 
 

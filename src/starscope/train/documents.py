@@ -40,7 +40,7 @@ TEXT_SUFFIXES = (".adoc", ".md", ".markdown", ".org", ".rst", ".text", ".txt")
 LEFT_OUT_FOLDERS = frozenset(("__pycache__", "node_modules"))
 
 READ_BYTES = 1 << 20
-PIECE = 1 << 16  # characters
+PIECE = 1 << 14  # characters
 BOM = codecs.BOM_UTF8
 # The byte-level pre-tokenizers begin a word at white space that follows something else, so that a text cut there is
 # cut into the same tokens.

@@ -22,7 +22,6 @@ from starscope.train.split import Split, split_text
 from starscope.train.vocabularies import (
     BPE,
     DEFAULT_VOCAB_SIZE,
-    TRAIN_PIECE,
     character_vocabulary,
     find_end_of_text,
     find_fim,
@@ -136,17 +135,17 @@ def _vocabulary(options: DataOptions, corpus: Corpus, parts: Split, problems: li
     return tokenizer, tokenizer.vocab_size, find_fim(tokenizer, end_of_text) is not None
 
 
-def _spread(passages: Sequence[Passage], most_bytes: int, limit: int) -> Iterator[str]:
+def _spread(passages: Sequence[Passage], most_bytes: int) -> Iterator[str]:
     """Pieces evenly spread over the text, about `most_bytes` in all."""
     every = max(1, -(-_bytes(passages) // most_bytes))
-    pieces = (piece for passage in passages for piece in passage.pieces(limit))
+    pieces = (piece for passage in passages for piece in passage.pieces())
     return (piece for number, piece in enumerate(pieces) if number % every == 0)
 
 
 def _count(codec: Codec, passages: Sequence[Passage]) -> tuple[int, bool]:
     """The tokens of documents with their ends, and whether all of the text was counted."""
     tokens = size = 0
-    for piece in _spread(passages, COUNTED_BYTES, TRAIN_PIECE):
+    for piece in _spread(passages, COUNTED_BYTES):
         tokens += len(codec.encode(piece))
         size += len(piece.encode())
     total = _bytes(passages)

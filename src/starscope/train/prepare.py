@@ -31,7 +31,8 @@ from starscope.train.split import SPLITS, Split, split_text
 from starscope.train.vocabularies import (
     BPE,
     DEFAULT_VOCAB_SIZE,
-    TRAIN_PIECE,
+    LEAST_VOCAB_SIZE,
+    SPECIAL_TOKENS,
     character_vocabulary,
     find_end_of_text,
     find_fim,
@@ -86,6 +87,11 @@ class DataOptions:
             raise UsageError(f"the split is {self.split!r}; expected {', '.join(SPLITS)}.")
         if self.context_length < 1:
             raise UsageError(f"the context is {self.context_length} tokens; expected at least 1.")
+        if self.vocab == "bpe" and self.vocab_size is not None and self.vocab_size < LEAST_VOCAB_SIZE:
+            raise UsageError(
+                f"the vocabulary is of {self.vocab_size} tokens; expected at least {LEAST_VOCAB_SIZE}: "
+                f"256 bytes and {len(SPECIAL_TOKENS)} special tokens."
+            )
 
 
 @dataclass(frozen=True)
@@ -222,7 +228,7 @@ def _make_vocabulary(options: DataOptions, folder: Path, corpus: Corpus, parts: 
     """Write tokenizer.json into the folder; returns what there is to say about it."""
     if options.vocab == "chars":
         characters: set[str] = set()
-        pieces = (piece for passage in corpus.passages for piece in passage.pieces(TRAIN_PIECE))
+        pieces = (piece for passage in corpus.passages for piece in passage.pieces())
         for piece in _told(pieces, corpus.bytes, progress):
             characters.update(piece)
         save_vocabulary(character_vocabulary(characters, fim=options.fim_rate > 0), folder)

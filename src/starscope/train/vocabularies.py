@@ -52,9 +52,9 @@ SPECIAL_TOKENS = (
     "<reponame>",
 )
 FIM_TOKENS = (FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX, FIM_PAD)
-DEFAULT_VOCAB_SIZE = 4096  # of a trained one, where the text gives as many
+LEAST_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)  # of a trained one: every byte is there
+DEFAULT_VOCAB_SIZE = 4096  # where the text gives as many
 SAMPLE_BYTES = 16 << 20  # of text that a vocabulary is trained on: more hardly changes it, and costs memory
-TRAIN_PIECE = 1 << 14  # characters that the trainer is given at a time
 LONGEST_WORD = 1 << 10  # characters that are learned from of a piece without white space, which is data, not text
 
 
@@ -115,6 +115,9 @@ class BPE:
     def encode(self, text: str) -> list[int]:
         return list(self._inner.encode(text, add_special_tokens=False).ids)
 
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [list(found.ids) for found in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
+
     def decode(self, ids: list[int]) -> str:
         return str(self._inner.decode(ids, skip_special_tokens=False))
 
@@ -128,7 +131,7 @@ class BPE:
 def text_to_learn_from(passages: Sequence[Passage], most_bytes: int = SAMPLE_BYTES) -> tuple[int, Iterator[str]]:
     """Pieces that are evenly spread over the text, about `most_bytes` in all: one in how many, and those."""
     every = max(1, -(-sum(passage.bytes for passage in passages) // most_bytes))
-    pieces = (piece for passage in passages for piece in passage.pieces(TRAIN_PIECE))
+    pieces = (piece for passage in passages for piece in passage.pieces())
     chosen = (piece for number, piece in enumerate(pieces) if number % every == 0)
     return every, (piece if len(piece.split(None, 1)) > 1 else piece[:LONGEST_WORD] for piece in chosen)
 
