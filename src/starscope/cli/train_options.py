@@ -34,7 +34,8 @@ class Command(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Each section with its options; those that belong to every verb at the end."""
         sections: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        for param in sorted(options, key=lambda param: not isinstance(param, Option)):
             record = param.get_help_record(ctx)
             if record is not None:
                 sections.setdefault(getattr(param, "section", "Everywhere"), []).append(record)
