@@ -1,0 +1,241 @@
+"""A run as a whole: settings, presets, models to go on with, and ends that are checked."""
+
+from __future__ import annotations
+
+import json
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import starscope
+from starscope.errors import (
+    CheckpointError,
+    ContextOverflowError,
+    DoesNotFitError,
+    InputError,
+    InvalidContentError,
+    OutputError,
+    OutputExistsError,
+    UnsupportedError,
+    UsageError,
+    VerificationError,
+)
+from starscope.family import all_families, find_family
+from starscope.gguf import read_gguf, string, write_gguf
+from starscope.tokenizer import Tokenizer
+from starscope.train import export, job, output
+from starscope.train.job import Job
+from starscope.train.plan import make_plan
+from starscope.train.presets import PRESETS, family_sizes
+from starscope.train.settings import NAMES, Settings, read_settings, resolve, save_settings
+from starscope.train.start import open_start
+from support.training import DOCUMENTS
+
+SMALL = {"context_length": 32, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "batch_size": 4, "vocab_size": 300}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(8):
+        (folder / f"{number}.py").write_text(DOCUMENTS[number % 5] + f"# {number}\n", encoding="utf-8")
+    return folder
+
+
+def settings_of(corpus: Path, **given: object) -> Settings:
+    asked = {"data": (str(corpus),), "precision": "float32", "held_out": 0.3, "sample_tokens": 0, "steps": 1, **SMALL}
+    return resolve({**asked, **given})
+
+
+def run(settings: Settings, out: Path, *, resume: bool = False) -> Job:
+    made = Job(settings, out)
+    made.check_output(resume=resume)
+    made.prepare(resume=resume)
+    made.train()
+    made.finish()
+    return made
+
+
+# Settings.
+
+
+def test_what_is_asked_for_wins_over_the_preset_and_that_over_what_was_saved():
+    assert resolve({}).vocab_size == PRESETS["tiny"].values["vocab_size"]
+    assert resolve({"steps": 7}, preset="demo").steps == 7
+    assert resolve({}, preset="demo").hidden_size == 256
+    saved = {"steps": 5, "hidden_size": 64, "data": ("a",)}
+    assert resolve({"steps": 9}, saved=saved) == Settings(steps=9, hidden_size=64, data=("a",))
+    assert resolve({"seed": 0, "data": ()}, saved={"seed": 4, "data": ("a",)}).seed == 0
+    with pytest.raises(UsageError, match="no preset is called 'huge'; there are: tiny"):
+        resolve({}, preset="huge")
+    with pytest.raises(UsageError, match="no setting 'stepz'"):
+        resolve({"stepz": 1})
+
+
+def test_the_schedules_length_never_follows_from_the_steps():
+    for preset in PRESETS:
+        usual = resolve({}, preset=preset)
+        assert resolve({"steps": 10 * usual.steps}, preset=preset).decay_steps == usual.decay_steps
+
+
+def test_settings_are_read_as_they_were_saved(tmp_path):
+    settings = resolve({"data": ("a", "b"), "prompts": ("x",), "epochs": 1.5, "warmup_steps": 3}, preset="nano")
+    save_settings(tmp_path, settings)
+    assert Settings(**read_settings(tmp_path)) == settings
+    (tmp_path / "settings.json").write_text(json.dumps({"colour": "red"}))
+    with pytest.raises(InvalidContentError, match="'colour', which is no setting"):
+        read_settings(tmp_path)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("family", all_families())
+def test_every_preset_is_a_model_of_every_family(name, family):
+    settings = resolve({}, preset=name)
+    assert set(PRESETS[name].values) <= set(NAMES)
+    hp = family_sizes(find_family(family), settings.sizes, 1000)
+    assert (hp.num_layers, hp.hidden_size, hp.vocab_size) == (settings.num_layers, settings.hidden_size, 1000)
+
+
+def test_the_demo_preset_is_the_shape_of_the_demo_model():
+    demo = starscope.load("demo", engine="numpy").hparams
+    settings = resolve({}, preset="demo")
+    found = family_sizes(find_family("gpt_bigcode"), settings.sizes, settings.vocab_size)
+    assert found.replace(norm_epsilon=np.float32(found.norm_epsilon)) == demo
+
+
+# Before training.
+
+
+def test_another_architecture_is_refused_early_with_what_there_is(corpus, tmp_path):
+    with pytest.raises(UnsupportedError, match="no family is called 'phi3'; there are: gpt_bigcode"):
+        Job(settings_of(corpus, family="phi3"), tmp_path / "out").prepare()
+    phi = tmp_path / "phi.gguf"
+    write_gguf(phi, {"general.architecture": string("phi3")}, [])
+    with pytest.raises(UnsupportedError, match="'phi3'; supported: starcoder"):
+        open_start(str(phi))
+
+
+def test_what_no_file_could_hold_is_refused_before_training(corpus, tmp_path, monkeypatch):
+    """As the original did not: there, such a vocabulary ended the run at its first save."""
+    monkeypatch.setattr(Tokenizer, "to_files", lambda self: (_ for _ in ()).throw(UnsupportedError("no such file")))
+    with pytest.raises(UnsupportedError, match="no such file"):
+        Job(settings_of(corpus), tmp_path / "out").prepare()
+    assert not (tmp_path / "out" / "checkpoint.bin").exists()
+    with pytest.raises(UsageError, match="'q9' is unknown"):
+        Job(settings_of(corpus, to="q9"), tmp_path / "out").check_output(resume=False)
+
+
+def test_sizes_that_are_no_model_are_refused(corpus, tmp_path):
+    for wrong in ({"num_heads": 5}, {"num_kv_heads": 3}, {"hidden_size": 0}):
+        with pytest.raises((CheckpointError, UsageError)):
+            Job(settings_of(corpus, **wrong), tmp_path / "out").prepare()
+
+
+def test_data_that_is_not_there_fails_at_once(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        Job(settings_of(tmp_path / "none"), tmp_path / "out").prepare()
+
+
+def test_a_disk_that_is_too_small_is_told_before_training(corpus, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(job.shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 10, 10))
+    with pytest.raises(DoesNotFitError, match="its disk has 10 free"):
+        Job(settings_of(corpus), tmp_path / "out").prepare()
+
+
+def test_an_output_that_is_something_else_is_left_alone(corpus, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OutputError, match="is a file"):
+        Job(settings_of(corpus), tmp_path / "file").check_output(resume=False)
+    (tmp_path / "out" / "hf").mkdir(parents=True)
+    (tmp_path / "out" / "hf" / "notes.txt").write_text("mine")
+    for made in (Job(settings_of(corpus), tmp_path / "out"), Job(settings_of(corpus), tmp_path / "out", force=True)):
+        with pytest.raises(OutputExistsError):
+            made.check_output(resume=False)
+
+
+# The end.
+
+
+def test_a_model_that_is_not_what_was_trained_fails_and_is_not_there(corpus, tmp_path, monkeypatch):
+    """A run that seems to have worked has a model: never an empty file, and never another one."""
+    made = Job(settings_of(corpus), tmp_path / "out")
+    made.prepare()
+    made.train()
+    real = output.decode
+    monkeypatch.setattr(output, "decode", lambda to, raw: real(to, raw) * np.float32(1.001))
+    with pytest.raises(VerificationError, match="ulp from the weights"):
+        made.finish()
+    assert not (tmp_path / "out" / "model.gguf").exists()
+    monkeypatch.undo()
+    real_rows = export._their_rows
+    monkeypatch.setattr(export, "_their_rows", lambda slot, ours: real_rows(slot, ours) + np.float32(1e-6))
+    with pytest.raises(VerificationError, match="differs from the weights that it was made of"):
+        made.finish()
+    assert not (tmp_path / "out" / "hf").exists()
+
+
+def test_no_path_and_no_time_enters_the_model(corpus, tmp_path):
+    for place in ("one", "another place"):
+        run(settings_of(corpus, name="Mine", license="mit"), tmp_path / place)
+    one, other = (tmp_path / place / "model.gguf" for place in ("one", "another place"))
+    assert one.read_bytes() == other.read_bytes()
+    assert str(tmp_path).encode() not in one.read_bytes()
+    with read_gguf(one) as file:
+        assert (file.get("general.name"), file.get("general.license")) == ("Mine", "mit")
+
+
+def test_epochs_are_so_many_times_through_the_data(corpus, tmp_path):
+    made = Job(settings_of(corpus, steps=None, epochs=2.0), tmp_path / "out")
+    made.prepare()
+    per_epoch = made.trainer.batches.per_epoch
+    assert made.settings.steps == -(-2 * per_epoch // 4)
+    assert make_plan(settings_of(corpus, steps=None, epochs=2.0)).settings.steps == made.settings.steps
+
+
+def test_training_touches_no_gpu(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("a GPU was asked for"))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: pytest.fail("a GPU was asked for"))
+    run(settings_of(corpus, precision="auto"), tmp_path / "out")
+
+
+# Going on with a model.
+
+
+def test_a_model_to_go_on_with_is_read_with_its_sizes_tokenizer_and_weights():
+    start, demo = open_start("demo"), starscope.load("demo", engine="numpy")
+    assert start.hparams == demo.hparams
+    assert "lm_head.weight" not in start.weights
+    assert all(array.dtype == np.float32 for array in start.weights.values())
+    assert start.tokenizer.encode("x = 1") == demo.tokenizer.encode("x = 1")
+
+
+def test_fewer_positions_of_it_may_be_kept_and_no_more_than_it_has(corpus, tmp_path):
+    start, demo = open_start("demo", 64), starscope.load("demo", engine="numpy")
+    assert start.hparams == demo.hparams.replace(context_length=64)
+    assert start.weights["embed_positions.weight"].tobytes() == demo.weights["embed_positions.weight"][:64].tobytes()
+    with pytest.raises((UsageError, ContextOverflowError, InvalidContentError)):
+        open_start("demo", 1024)
+
+
+def test_a_head_of_its_own_goes_on_as_one(corpus, tmp_path):
+    first = run(settings_of(corpus), tmp_path / "first")
+    weights = first.trainer.weights()
+    weights["lm_head.weight"] = weights["embed_tokens.weight"] + np.float32(0.01)
+    graph = first.graph
+    export.write_folder(tmp_path / "untied", graph.family, graph.hp, weights, first.tokenizer)
+    given = {"start": str(tmp_path / "untied"), "vocab_size": None}
+    sizes = dict.fromkeys(("hidden_size", "num_layers", "num_heads"))
+    going_on = settings_of(corpus, **given, **sizes)
+    made = run(going_on, tmp_path / "out")
+    assert made.parameters == first.parameters + weights["lm_head.weight"].size
+    model = starscope.load(tmp_path / "out" / "model.gguf", engine="numpy")
+    assert np.abs(model.weights["lm_head.weight"] - model.weights["embed_tokens.weight"]).max() > 1e-3
+    whole = run(settings_of(corpus, **given, **sizes, steps=2), tmp_path / "whole")
+    run(resolve({"steps": 2}, saved=read_settings(tmp_path / "out")), tmp_path / "out", resume=True)
+    assert (tmp_path / "out" / "model.gguf").read_bytes() == (tmp_path / "whole" / "model.gguf").read_bytes()
+    assert whole.trainer.step == 2
