@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,6 +135,19 @@ def test_a_run_that_is_there_is_neither_replaced_nor_mixed_up(cli, corpus, tmp_p
     missing = cli("train", "--out", tmp_path / "none", "--resume")
     assert missing.exit_code == 3
     assert "settings.json" in missing.stderr
+
+
+def test_a_run_inside_of_its_data_is_no_part_of_it(cli, corpus, tmp_path):
+    """As in `starscope train . --out model`: report.html is text, and would be other text every time."""
+    folder = shutil.copytree(corpus, tmp_path / "code")
+    assert cli("train", folder, "--out", folder / "out", "--steps", 1, *SIZES).exit_code == 0
+    resumed = cli("train", "--out", folder / "out", "--resume", "--steps", 2)
+    assert resumed.exit_code == 0, resumed.stderr
+    again = cli("train", folder, "--out", folder / "out", "--steps", 2, "--force", *SIZES)
+    assert again.exit_code == 0, again.stderr
+    outside = tmp_path / "out"
+    assert cli("train", corpus, "--out", outside, "--steps", 2, *SIZES).exit_code == 0
+    assert (outside / "model.gguf").read_bytes() == (folder / "out" / "model.gguf").read_bytes()
 
 
 def test_going_on_with_a_gguf_file_or_a_folder_begins_with_its_weights(cli, corpus, tmp_path):

@@ -12,12 +12,14 @@ import torch
 import starscope
 from starscope.convert import convert
 from starscope.errors import OutputExistsError, UnsupportedError
-from starscope.family import find_family, read_config, write_config
+from starscope.family import all_families, find_family, read_config, write_config
 from starscope.formats import decode, encode, find_format
 from starscope.tokenizer import Tokenizer
 from starscope.train.export import export_gguf, write_folder
 from starscope.train.optim import initial_weights
 from starscope.train.output import write_model
+from starscope.train.presets import family_sizes
+from starscope.train.settings import resolve
 from support.training import DOCUMENTS, tiny_bpe, tiny_graph, tiny_ids
 
 IDS = tiny_ids()[:30].tolist()
@@ -94,12 +96,16 @@ def test_half_precision_rounds_every_tensor_once(tmp_path, tokenizer, to):
         assert array.tobytes() == decode(format_, encode(format_, np.atleast_2d(wanted))).tobytes()
 
 
-def test_every_familys_config_is_read_as_it_was_written():
-    graph = tiny_graph()
-    family = find_family(graph.family.name)
-    for changes in HEADS:
-        hp = tiny_graph(**changes).hp
-        assert read_config(family, write_config(family, hp)) == hp
+@pytest.mark.parametrize("family", all_families().values(), ids=lambda family: family.name)
+def test_every_familys_config_is_read_as_it_was_written(family):
+    hp = family_sizes(family, resolve({}).sizes, 300)
+    assert read_config(family, write_config(family, hp)) == hp
+
+
+@pytest.mark.parametrize("changes", HEADS, ids=str)
+def test_a_config_says_heads_and_activation(changes):
+    hp = tiny_graph(**changes).hp
+    assert read_config(find_family("gpt_bigcode"), write_config(find_family("gpt_bigcode"), hp)) == hp
 
 
 def test_a_folder_that_is_there_is_replaced_only_when_asked_and_only_by_a_whole_one(tmp_path, tokenizer, monkeypatch):

@@ -45,6 +45,7 @@ BOM = codecs.BOM_UTF8
 # The byte-level pre-tokenizers begin a word at white space that follows something else, so that a text cut there is
 # cut into the same tokens.
 BLANKS = " \t\n\v\f\r\x85\xa0"
+RUN_FILES = frozenset(("settings.json", "log.jsonl"))  # what the folder of a training run has
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,10 @@ def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
         hidden = [name for name in folders if name.startswith(".") or name in LEFT_OUT_FOLDERS]
         left_out["hidden folders"] += len(hidden)
         folders[:] = sorted(set(folders) - set(hidden))
+        if set(files) >= RUN_FILES:  # what a run wrote is no text to train on: it would change the data as it goes
+            left_out["folders of training runs"] += 1
+            folders.clear()
+            continue
         for name in sorted(files):
             path = Path(base, name)
             if name.startswith("."):
