@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from starscope.errors import DoesNotFitError, InvalidContentError, OutputError, UsageError
+from starscope.train import prepare as module
 from starscope.train.data import HEADER_BYTES, Batches
 from starscope.train.prepare import DataOptions, Prepared, prepare
 from support.training import DOCUMENTS
@@ -119,6 +120,24 @@ def test_files_that_were_only_touched_or_moved_are_the_same_data(tree, tmp_path)
     again = prepare(options(moved), tmp_path / "data")
     assert again.reused
     assert again.facts == first.facts
+
+
+def test_files_are_recognised_by_their_times_once_those_are_old_enough(tree, tmp_path, monkeypatch):
+    prepare(options(tree), tmp_path / "data")
+    record = tmp_path / "data" / "data.json"
+    assert json.loads(record.read_text())["stamp"] == ""  # written a moment ago: their times could stay the same
+    monkeypatch.setattr(module, "SETTLED", -60.0)
+    assert prepare(options(tree), tmp_path / "data").reused
+    assert json.loads(record.read_text())["stamp"] != ""
+
+    def read_again(*_: object) -> None:
+        raise AssertionError("nothing has changed, and the text is read again")
+
+    monkeypatch.setattr(module, "survey", read_again)
+    assert prepare(options(tree), tmp_path / "data").reused
+    (tree / "part_0" / "new.py").write_text("x = 1\n")
+    with pytest.raises(AssertionError, match="read again"):
+        prepare(options(tree), tmp_path / "data")
 
 
 def test_a_change_that_keeps_size_and_time_is_noticed(tree, tmp_path):

@@ -51,6 +51,13 @@ def test_where_names_cannot_give_the_share_the_last_share_of_each_document_is_he
     assert by_path == {document.path: document.text() for document in documents}
 
 
+def test_one_file_of_ascii_is_cut_where_a_share_of_its_characters_ends(tmp_path):
+    text = "".join(chr(33 + number % 90) for number in range(1235))
+    (tmp_path / "a.txt").write_text(text)
+    parts = split_text(survey(find_documents([tmp_path])).passages, 0.1, "auto")
+    assert [part.text() for part in parts.train] == [text[: int(len(text) * 0.9)]]  # as nanoGPT cuts it
+
+
 def test_the_split_that_is_asked_for_is_the_one_that_is_made(tmp_path):
     documents = written(tmp_path, [2000] * 40)
     assert all(part in documents for part in split_text(documents, 0.1, "documents").held_out)

@@ -276,8 +276,8 @@ def _open(
     if options.fim_rate > 0 and fim is None:
         notes.append("the vocabulary has no tokens for filling in the middle: all text stays in its order.")
     facts = {
-        "data": record["data"],
-        "tokenizer": record["vocabulary"],
+        "data": f"{sum(file.bytes for file in files)} bytes, sha256 {record['data'][:16]}",
+        "tokenizer": f"{tokenizer.vocab_size} tokens, sha256 {record['vocabulary'][:16]}",
         "held_out": [options.held_out, options.split],
         "context_length": options.context_length,
         "data_seed": options.seed,
