@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 SAMPLE_CHARACTERS = 100  # of a sample that a line shows
-SMOOTHED = 0.3  # weight of the newest speed in what the time left is told from
 
 
 class Shown:
@@ -25,9 +24,8 @@ class Shown:
         self._session, self._bar = session, bar
         self._task: TaskID | None = None
         self._what = ""
-        self._steps = self._last_step = 0
-        self._last_time = time.monotonic()
-        self._per_step: float | None = None  # seconds, with all that comes between
+        self._steps = self._first = 0
+        self._began = time.monotonic()
 
     def say(self, text: str) -> None:
         """A sentence for the person."""
@@ -47,7 +45,7 @@ class Shown:
 
     def begin(self, steps: int, step: int) -> None:
         """Training begins at `step`, of `steps`."""
-        self._steps, self._last_step, self._last_time = steps, step, time.monotonic()
+        self._steps, self._first, self._began = steps, step, time.monotonic()
         if self._bar is not None:
             self._restart("training", steps)
             assert self._task is not None
@@ -70,13 +68,9 @@ class Shown:
                 self._sample(sample)
 
     def _step(self, line: Mapping[str, Any]) -> None:
-        now, made = time.monotonic(), line["step"] - self._last_step
-        if made > 0:
-            seconds = (now - self._last_time) / made
-            before = self._per_step
-            self._per_step = seconds if before is None else SMOOTHED * seconds + (1 - SMOOTHED) * before
-        self._last_step, self._last_time = line["step"], now
-        left = clock((self._steps - line["step"]) * (self._per_step or 0.0))
+        # Evaluations and samples count in the time left, and not in the speed.
+        per_step = (time.monotonic() - self._began) / max(1, line["step"] - self._first)
+        left = clock((self._steps - line["step"]) * per_step)
         facts = f"loss {line['loss']:.3f} · rate {line['learning_rate']:.2g} · {line['tokens_per_second']:,} tokens/s"
         if self._bar is None:
             self.say(f"step {line['step']}/{self._steps} · {facts} · {left} left")
