@@ -18,7 +18,10 @@ def blocks(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path)], ids=lambda path: path.name)
-def test_every_python_block_of_a_document_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_python_block_of_a_document_runs(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     session: dict[str, object] = {}
     exec(GIVEN, session)
     for number, block in enumerate(blocks(path)):

@@ -164,12 +164,17 @@ def encode(fmt: Format, values: Floats, *, threads: int | None = None) -> Bytes:
     return raw
 
 
-def round_activation(x: Floats) -> Floats:
-    """What the native engine multiplies with weights of INTEGER_FORMATS in place of x: float32 [.. cols] -> the same.
+def round_activation(x: Any) -> Any:
+    """What the native engine multiplies with weights of INTEGER_FORMATS in place of x: float32 [.. cols] -> the same, a
+    NumPy array, or a torch tensor for one.
 
     Blocks of 32 are rounded to int8 as Q8_0 does, but with a float32 scale and ties to even. A block with a number
     that is not finite gives NaN alone. InvalidContentError when the columns are not whole blocks.
     """
+    if hasattr(x, "detach"):
+        import torch
+
+        return torch.from_numpy(round_activation(x.detach().cpu().numpy())).to(x.device)
     if x.shape[-1] % ACTIVATION_BLOCK:
         raise InvalidContentError(f"a row of {x.shape[-1]} values is not whole blocks of {ACTIVATION_BLOCK}.")
     blocks = np.ascontiguousarray(x, np.float32).reshape(-1, ACTIVATION_BLOCK)

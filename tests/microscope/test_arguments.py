@@ -239,3 +239,20 @@ def test_files_of_every_mixture_are_traced(tmp_path_factory: pytest.TempPathFact
         assert torch.isfinite(t.result.logits).all()
         if "keys" not in name and "scores" not in name:
             assert not same(t.result.logits, plain) or "values" in name, name
+
+
+def test_a_weight_changed_in_place_is_an_error_when_it_is_asked_for_again_and_then_whole() -> None:
+    model = starscope.load("demo", engine="native")
+    weight = model.layers[0].self_attn.c_attn.weight
+    before = weight.clone()
+    weight[0, 0] += 1
+    with pytest.raises(TraceError, match=r"model.layers\[0\].self_attn.qkv_proj.weight was changed in place"):
+        model.layers[0].self_attn.c_attn.weight  # noqa: B018
+    assert torch.equal(model.layers[0].self_attn.c_attn.weight, before)
+
+
+def test_a_value_of_a_blocks_part_may_be_named_by_the_block_alone() -> None:
+    names = starscope.load("demo").scope.names
+    assert names.reading("layers.3.attention_output").name == "layers.3.self_attn.attention_output"
+    with pytest.raises(TraceError, match="a value's name is 3"):
+        names.reading(3)

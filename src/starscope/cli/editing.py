@@ -67,7 +67,8 @@ def split_scale(given: str) -> tuple[str, float]:
     try:
         number = float(scale)
     except ValueError:
-        return given, 1.0
+        number = math.nan if os.path.exists(path) else 1.0  # no file's name then, but a scale that is none
+        path = path if os.path.exists(path) else given
     if not path or not math.isfinite(number):
         raise click.UsageError(f"--control-vector {given}: expected a file, or a file, a colon and a number.")
     return path, number

@@ -18,6 +18,7 @@ from starscope.cli.common import (
     read_file,
     utf8,
 )
+from starscope.cli.editing import Source, edit_options, with_edits
 from starscope.cli.progress import byte_progress
 from starscope.cli.units import plural
 from starscope.errors import InvalidContentError
@@ -27,6 +28,7 @@ from starscope.errors import InvalidContentError
 @click.argument("model", type=MODEL)
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=PATH)
 @click.option("--stride", type=int, metavar="N", help="Tokens between the beginnings of windows (default: half).")
+@edit_options
 @engine_options
 @json_option
 @everywhere
@@ -36,6 +38,7 @@ def perplexity(
     model: str,
     files: tuple[str, ...],
     stride: int | None,
+    edits: list[Source],
     engine: str,
     device: str,
     ctx_length: int | None,
@@ -52,7 +55,7 @@ def perplexity(
     texts = [utf8(read_file(file), file) for file in files]
     if not any(texts):
         raise InvalidContentError(f"there is no text in {', '.join(files)}; expected at least one byte.")
-    loaded = load_model(session, model, engine, device, ctx_length, threads)
+    loaded = with_edits(load_model(session, model, engine, device, ctx_length, threads), edits)
 
     from starscope.perplexity import measure_texts
 

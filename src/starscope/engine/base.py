@@ -286,7 +286,7 @@ def make_engine(
     if importlib.util.find_spec(needs) is None:
         raise UnsupportedError(
             f"the {name} engine needs {needs}, which is not installed.",
-            hint=f"Install {needs}, or use the numpy engine on the CPU.",
+            hint=f"Install {needs}, or leave the engine to be chosen.",
         )
     engine: Engine = getattr(importlib.import_module(module), cls)(
         graph,

@@ -166,6 +166,8 @@ class Names:
 
     def reading(self, name: str) -> Reading:
         """What a name stands for. TraceError, with the nearest names, when it is nothing."""
+        if not isinstance(name, str):
+            raise TraceError(f"a value's name is {name!r}; expected a text, as layers.3.layer_output.")
         found = self.find(name)
         if found is None:
             raise TraceError(f"no value is called {name!r}.", hint=self._near(_normal(name)))
@@ -188,6 +190,10 @@ class Names:
                 return self._plainly(f"{found}.{last}", ends[last == "output"])
         if last in VALUES and (found := self.part(owner)) is not None and f"{found}.{last}" in self.graph.names:
             return Reading(f"{found}.{last}", self.graph.names[f"{found}.{last}"])
+        block = re.fullmatch(r"layers\.(\d+)", self.part(owner) or "")
+        if last in VALUES and block:  # of a part of the block, by the block alone
+            full = f"{VALUES[last].host.format(i=block[1])}.{last}"
+            return Reading(full, self.graph.names[full]) if full in self.graph.names else None
         found = self.part(path)
         if found and (ends := self.ends(found)) is not None:  # a part's name alone: what comes out
             return self._plainly(f"{found}.output", ends[1])

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from starscope.engine import Engine, Weights
+from starscope.errors import TraceError
 from starscope.microscope.edges import Edges
 from starscope.microscope.hosts import Layers, Module, Part, Prefix, host_class
 from starscope.microscope.names import NODES, Names, Reading
 from starscope.microscope.printout import print_part
 from starscope.microscope.support import support_of
-from starscope.microscope.tensors import as_value
+from starscope.microscope.tensors import as_value, has_torch
 from starscope.microscope.trace import Trace, current_trace, entered_trace
 from starscope.values import VALUES
 
@@ -137,8 +138,17 @@ class Scope:
         slot = self.weights.slots[name]
         if slot.tied_to and self.weights.is_tied(name):
             name = slot.tied_to
+        changes: int = getattr(self._weights.get(name), "_version", 0)  # in place, as torch counts them
+        if changes:
+            del self._weights[name]
+            raise TraceError(
+                f"{self.shown(path)}.{kind} was changed in place; the model did not change, its weights are read-only.",
+                hint="Change a clone, or what the module gives in a trace.",
+            )
         if name not in self._weights:
-            self._weights[name] = as_value(np.array(self.weights[name], np.float32))
+            array = np.array(self.weights[name], np.float32)
+            array.flags.writeable = has_torch()  # torch has no tensors that cannot be written to
+            self._weights[name] = as_value(array)
             if self.engine.name != "numpy":
                 self.weights.forget(name)
         return self._weights[name]
