@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from starscope.errors import InputError, InvalidContentError
 from starscope.tokenizer.structure import STRUCTURES, make_pre_tokenizer
 from starscope.train.documents import BOM, cut_pieces, find_documents, survey
+from starscope.train.leakage import measure_leakage
+from starscope.train.split import split_text
 
 CHARACTERS = st.sampled_from(" \n\t\r\x0b\x1c\xa0　ab9'ßé日🐍.,_(s")
 
@@ -58,6 +60,22 @@ def test_a_file_that_is_reached_twice_is_taken_once_and_links_to_folders_are_not
         ("x.py", "b", False),
     ]
     assert found.left_out["not regular files"] == 2  # once for each visit of the folder
+
+
+def test_names_that_are_not_utf_8_are_names_like_others(tmp_path):
+    (tmp_path / os.fsdecode(b"caf\xe9.py")).write_text("x = 1\n" * 50)
+    corpus = survey(find_documents([tmp_path]))
+    parts = split_text(corpus.passages, 0.5, "auto")
+    assert parts.train[0].bytes == 150
+    assert measure_leakage(parts.train, parts.held_out).lines == 0
+    assert find_documents([tmp_path]).stamp()[0]
+
+
+def test_a_folder_that_is_excluded_gives_nothing_however_it_is_reached(tmp_path):
+    write(tmp_path, {"a.py": "a", "run/report.html": "r", "run/data/b.txt": "b"})
+    (tmp_path / "link").symlink_to(tmp_path / "run", target_is_directory=True)
+    assert names(find_documents([tmp_path], exclude=[tmp_path / "link"])) == ["a.py"]
+    assert len(find_documents([tmp_path]).documents) == 3
 
 
 @pytest.mark.parametrize(

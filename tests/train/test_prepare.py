@@ -341,3 +341,12 @@ def test_memory_does_not_grow_with_the_length_of_a_line(tmp_path):
     code = textwrap.dedent(program)
     found = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert int(found.stdout) < 8 << 20
+
+
+def test_what_a_run_writes_beside_its_text_is_no_text_of_it(tree):
+    first = prepare(options(tree), tree / "run" / "data")
+    (tree / "run" / "data" / "notes.txt").write_text("not for training")
+    assert prepare(options(tree), tree / "run" / "data").facts == first.facts
+    (tree / "run" / "report.html").write_text("not for training either")
+    again = prepare(options(tree, exclude=(tree / "run",)), tree / "run" / "data")
+    assert (again.reused, again.facts) == (True, first.facts)

@@ -55,7 +55,8 @@ class Encoder:
         written = b"".join(map(self._contents.token_bytes, ids))
         for byte in self._missing:
             if data.count(byte) != written.count(byte):
-                raise TokenizerError(f"the text holds the byte 0x{byte:02X}, for which the vocabulary has no token.")
+                found = f"the byte 0x{byte:02X}" + (f" ({chr(byte)!r})" if byte < 0x80 else "")
+                raise TokenizerError(f"the text holds {found}, for which the vocabulary has no token.")
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:

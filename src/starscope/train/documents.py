@@ -80,15 +80,20 @@ class Found:
         While it stays the same, so do the files: nothing rewrites a file without a new change time.
         """
         digest, latest = hashlib.sha256(), 0.0
+        for document, about in self.states():
+            facts = (document.name, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
+            digest.update(repr(facts).encode())
+            latest = max(latest, about.st_mtime, about.st_ctime)
+        return digest.hexdigest(), latest
+
+    def states(self) -> Iterator[tuple[Document, os.stat_result]]:
+        """Each document with what the file system says about it; InputError when it is gone."""
         for document in self.documents:
             try:
                 about = document.path.stat()
             except OSError as error:
                 raise InputError(f"{document.path} {unreadable(document.path, error)}.") from error
-            facts = (document.name, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
-            digest.update(repr(facts).encode())
-            latest = max(latest, about.st_mtime, about.st_ctime)
-        return digest.hexdigest(), latest
+            yield document, about
 
 
 def find_documents(
@@ -96,23 +101,25 @@ def find_documents(
     *,
     suffixes: Sequence[str] = (),
     keep: Callable[[str], bool] = lambda name: True,
+    exclude: Sequence[str | os.PathLike[str]] = (),
 ) -> Found:
     """Every text file under the paths, by name; InputError when there is none.
 
     In folders only files with one of the suffixes (none given: code and text by their usual ones) and whose relative
-    name `keep` accepts; hidden files and folders are left out, and links to folders are not followed. A file that is
-    named itself is taken as it is.
+    name `keep` accepts; hidden files and folders, and those in `exclude`, are left out, and links to folders are not
+    followed. A file that is named itself is taken as it is.
     """
     given = [Path(path) for path in paths]
     wanted = frozenset(suffix.lower() for suffix in suffixes) or frozenset(CODE_SUFFIXES + TEXT_SUFFIXES)
     names = frozenset[str]() if suffixes else CODE_NAMES
     found: dict[str, Document] = {}  # by where the file really is
     left_out: Counter[str] = Counter()
+    own = frozenset(map(os.path.realpath, exclude))
     for path in given:
         if not os.path.lexists(path):
             raise InputError(f"{path} does not exist.")
         if path.is_dir():
-            for inside in _walk(path, left_out):
+            for inside in _walk(path, own, left_out):
                 name = inside.relative_to(path).as_posix()
                 if inside.suffix.lower() not in wanted and inside.name.lower() not in names:
                     left_out["of another kind"] += 1
@@ -128,8 +135,8 @@ def find_documents(
     return Found(sorted(found.values(), key=lambda document: (document.name, str(document.path))), left_out)
 
 
-def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
-    """The regular files below a folder that are not hidden."""
+def _walk(folder: Path, exclude: frozenset[str], left_out: Counter[str]) -> Iterator[Path]:
+    """The regular files below a folder that are not hidden and not in one of `exclude`, which are real paths."""
 
     def refuse(error: OSError) -> None:
         raise InputError(f"{error.filename} {unreadable(Path(error.filename), error)}.") from error
@@ -137,7 +144,8 @@ def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
     for base, folders, files in os.walk(folder, onerror=refuse):
         hidden = [name for name in folders if name.startswith(".") or name in LEFT_OUT_FOLDERS]
         left_out["hidden folders"] += len(hidden)
-        folders[:] = sorted(set(folders) - set(hidden))
+        others = {name for name in folders if exclude and os.path.realpath(Path(base, name)) in exclude}
+        folders[:] = sorted(set(folders) - set(hidden) - others)
         if set(files) >= RUN_FILES:  # what a run wrote is no text to train on: it would change the data as it goes
             left_out["folders of training runs"] += 1
             folders.clear()
@@ -270,7 +278,7 @@ def survey(found: Found, progress: Progress = lambda done, total: None) -> Corpu
     seen: set[bytes] = set()
     marks = returns = done = 0
     whole = hashlib.sha256()
-    total = sum(document.path.stat().st_size for document in found.documents)
+    total = sum(about.st_size for _, about in found.states())
     for document in found.documents:
         about = _read_through(document)
         done += about.changed[0]
@@ -287,7 +295,8 @@ def survey(found: Found, progress: Progress = lambda done, total: None) -> Corpu
             seen.add(about.digest)
             marks += about.start > 0
             returns += about.has_returns
-            whole.update(f"{len(document.name.encode())} {document.name} ".encode() + about.digest)
+            name = document.name.encode("utf-8", "surrogateescape")
+            whole.update(b"%d %b " % (len(name), name) + about.digest)
             size = about.changed[0]
             passages.append(Passage(document.name, document.path, about.start, size, about.changed))
     if not passages:

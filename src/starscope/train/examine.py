@@ -65,7 +65,7 @@ class DataReport:
 
 def examine(options: DataOptions, progress: Progress = nothing) -> DataReport:
     """Read the text and report; nothing is written. Raises what `prepare` raises for text and tokenizers."""
-    found = find_documents(options.paths, suffixes=options.suffixes)
+    found = find_documents(options.paths, suffixes=options.suffixes, exclude=options.exclude)
     corpus = survey(found, lambda done, total: progress("reading", done, total))
     parts = split_text(corpus.passages, options.held_out, options.split)
     problems: list[str] = []

@@ -88,7 +88,8 @@ class Job:
     def prepare(self, *, resume: bool = False) -> None:
         """The tokens, the model, and a trainer: at step 0, or where the newest whole checkpoint is."""
         start = self._start(resume) if self.settings.start else None
-        self.data = prepare(data_options(self.settings, self.out), self.out / DATA, self._say, self._progress)
+        options = replace(data_options(self.settings, self.out), exclude=(self.out,))  # nothing that the run writes
+        self.data = prepare(options, self.out / DATA, self._say, self._progress)
         rows = self.data.vocab_size if start is None else start.hparams.vocab_size
         self.data.check_fits(rows)
         family = find_family(self.settings.family)

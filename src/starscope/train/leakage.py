@@ -11,6 +11,7 @@ kept, chosen by their value; past 32 MiB of text one piece in several is compare
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ def _hashes(passages: Sequence[Passage], most_bytes: int) -> tuple[int, Iterator
 
 
 def _of_passage(passage: Passage, every: int) -> Iterator[tuple[Ids, Ids]]:
-    start = 0 if every == 1 else crc32(passage.name.encode()) % every
+    start = 0 if every == 1 else crc32(os.fsencode(passage.name)) % every
     rest, words, is_first = "", np.zeros(0, np.uint64), True
     for number, piece in enumerate(passage.pieces()):
         if (number - start) % every:

@@ -66,6 +66,7 @@ class DataOptions:
 
     paths: Sequence[str | os.PathLike[str]]
     suffixes: Sequence[str] = ()
+    exclude: Sequence[str | os.PathLike[str]] = ()  # folders whose files are not taken, such as the run's own
     vocab: str | os.PathLike[str] = "bpe"
     vocab_size: int | None = None
     held_out: float = 0.05
@@ -142,7 +143,7 @@ def prepare(options: DataOptions, folder: Path, report: Report = nothing, progre
     InputError and InvalidContentError for text, UnsupportedError for a tokenizer that cannot be used (or that a GGUF
     file could not hold), DoesNotFitError and OutputError when `folder` cannot take the files.
     """
-    found = find_documents(options.paths, suffixes=options.suffixes)
+    found = find_documents(options.paths, suffixes=options.suffixes, exclude=(*options.exclude, folder))
     stamp, latest = found.stamp()
     if latest > time.time() - SETTLED:
         stamp = ""  # too fresh to be recognised by

@@ -22,7 +22,7 @@ NEAR_SHARE = 4  # documents are held out when that gives the share that was aske
 
 def name_fraction(name: str) -> float:
     """A number in [0, 1) that depends on a document's name alone: the first 8 bytes of its SHA-256."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2**64
 
 
 @dataclass(frozen=True)
