@@ -66,8 +66,6 @@ class Watcher:
 
     def _is_due(self, line: Mapping[str, Any]) -> bool:
         """Whether the model has just been measured, or would have been if something were held out."""
-        if line["step"] == self._looked:
-            return False
         if self._trainer.held_out is not None:
             return "bits_per_byte" in line
         every = self._settings.evaluate_every
