@@ -1,8 +1,8 @@
 """The loss of a batch of sequences of one length, through the recorded graph: what training differentiates.
 
-The operations are the torch engine's. Two things are done in other ways than there. With `recompute`, what is inside
-of a block is let go and computed again when its gradient is needed: more arithmetic, much less memory, the same bits.
-Over a large vocabulary the logits are never all there: the loss and its gradient are made for some rows at a time.
+The operations are the torch engine's, but for those in `kernels.py`. With `recompute`, what is inside of a block is
+let go and computed again when its gradient is needed: a third more arithmetic, much less memory, the same bits. Over a
+large vocabulary the logits are never all there.
 
     forward = Forward(engine, recompute=False)
     forward.loss_sum(ids, pad=None).backward()      # ids [n context_length+1]
@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from starscope.engine.torch_engine import Group, Step, TorchEngine
-from starscope.graph import Graph
+from starscope.engine.torch_engine import KERNELS, Fusion, Group, Step, TorchEngine
+from starscope.graph import Graph, Op
+from starscope.train.kernels import IGNORED, attend, linear_bfloat16, linear_loss
 
-IGNORED = -100  # a target that is no target
+LOGIT_BYTES = 64 << 20  # float32 logits of a micro-batch that are held; more are made in parts
 
 
 @dataclass(frozen=True)
@@ -52,25 +53,45 @@ def segments(graph: Graph) -> list[Segment]:
 
 
 class Forward:
-    """Logits and losses of `engine`'s model. `recompute` trades a third more arithmetic for memory."""
+    """Logits and losses of `engine`'s model. `dtype`: of the products' operands, float32 or bfloat16."""
 
-    def __init__(self, engine: TorchEngine, *, recompute: bool = False) -> None:
-        self.engine, self.recompute = engine, recompute
+    def __init__(
+        self,
+        engine: TorchEngine,
+        *,
+        recompute: bool = False,
+        dtype: torch.dtype = torch.float32,
+        logit_bytes: int = LOGIT_BYTES,
+    ) -> None:
+        self.engine, self.recompute, self.dtype, self._logit_bytes = engine, recompute, dtype, logit_bytes
         self.segments = segments(engine.graph)
 
     def logits(self, ids: Tensor) -> Tensor:
-        """`[n seq]` ids -> `[n seq vocab_size]`."""
-        return self._run(ids)[self.engine.graph.names["logits"]].reshape(*ids.shape, -1)  # type: ignore[no-any-return]
+        """`[n seq]` ids -> float32 `[n seq vocab_size]`."""
+        graph = self.engine.graph
+        logits: Tensor = self._run(ids, len(graph.ops))[graph.names["logits"]]
+        return logits.to(self.engine.dtype).reshape(*ids.shape, -1)
 
     def loss_sum(self, batch: Tensor, pad: int | None) -> Tensor:
         """The summed negative log-likelihood in nats of `[n context_length+1]` ids, all but the first and padding."""
         targets = batch[:, 1:] if pad is None else batch[:, 1:].masked_fill(batch[:, 1:] == pad, IGNORED)
-        logits = self.logits(batch[:, :-1])
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        ids, graph = batch[:, :-1], self.engine.graph
+        last = graph.ops[-1]
+        makes_logits = last.kind == "linear" and last.outputs == (graph.names["logits"],) and len(last.weights) == 1
+        if makes_logits and 4 * ids.numel() * graph.hp.vocab_size > self._logit_bytes:
+            x = self._run(ids, last.index)[last.inputs[0]]
+            weight = self.engine.weights[last.weights[0]]
+            return linear_loss(x, weight, targets.flatten(), self.dtype if self._is_low else weight.dtype)
+        logits = self.logits(ids).flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
-    def _run(self, ids: Tensor) -> Mapping[int, Any]:
-        """The edges that are left when the whole list has run."""
-        engine, graph = self.engine, self.engine.graph
+    @property
+    def _is_low(self) -> bool:
+        return self.dtype == torch.bfloat16
+
+    def _run(self, ids: Tensor, stop: int) -> Mapping[int, Any]:
+        """The edges that are left when the ops before `stop` have run."""
+        graph = self.engine.graph
         n, seq = ids.shape
         step = Step([Group(n, seq, 0, None)], None)
         values: dict[int, Any] = {
@@ -78,17 +99,49 @@ class Forward:
             graph.inputs["positions"]: torch.arange(seq, device=ids.device).repeat(n),
         }
         for segment in self.segments:
+            end = min(segment.stop, stop)
+            outputs = segment.outputs if end == segment.stop else graph.ops[end].inputs
 
-            def run(*inputs: Any, segment: Segment = segment) -> tuple[Any, ...]:
+            def run(
+                *inputs: Any, segment: Segment = segment, end: int = end, outputs: tuple[int, ...] = outputs
+            ) -> tuple[Any, ...]:
                 inside = dict(zip(segment.inputs, inputs, strict=True))
-                engine.run(step, inside, segment.start, segment.stop, keep=segment.outputs)
-                return tuple(inside[edge] for edge in segment.outputs)
+                self._run_ops(step, inside, segment.start, end, outputs)
+                return tuple(inside[edge] for edge in outputs)
 
             inputs = [values[edge] for edge in segment.inputs]
             again = self.recompute and segment.is_block and torch.is_grad_enabled()
-            outputs = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False) if again else run(*inputs)
-            values.update(zip(segment.outputs, outputs, strict=True))
+            made = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False) if again else run(*inputs)
+            values.update(zip(outputs, made, strict=True))
             for edge in segment.inputs:
-                if graph.last_use(edge) < segment.stop:
+                if graph.last_use(edge) < end and edge not in outputs:
                     del values[edge]
         return values
+
+    def _run_ops(self, step: Step, values: dict[int, Any], start: int, stop: int, keep: tuple[int, ...]) -> None:
+        """Ops `start` to `stop` over `values`; an edge is let go after its last use: what autograd needs, it holds."""
+        graph, index = self.engine.graph, start
+        while index < stop:
+            op = graph.ops[index]
+            fusion = self.engine.fusions.get(index)
+            if fusion is not None:
+                values[fusion.output] = self._attention(step, op, fusion, values)
+                used, index = {*op.inputs, *fusion.inputs}, fusion.last
+            else:
+                made = self._one(step, op, [values[edge] for edge in op.inputs])
+                values.update(zip(op.outputs, made if len(op.outputs) > 1 else [made], strict=True))
+                used = set(op.inputs)
+            for edge in used:
+                if graph.last_use(edge) <= index and edge not in keep:
+                    del values[edge]
+            index += 1
+
+    def _attention(self, step: Step, op: Op, fusion: Fusion, values: Mapping[int, Any]) -> Tensor:
+        queries, (keys,), (held,) = (values[edge] for edge in fusion.inputs)
+        [rows] = step.split(queries)
+        return attend(rows, keys, held, op.attrs["scale"])
+
+    def _one(self, step: Step, op: Op, inputs: list[Any]) -> Any:
+        if op.kind == "linear" and self._is_low:
+            return linear_bfloat16(inputs[0], *(self.engine.weights[name] for name in op.weights))
+        return KERNELS[op.kind](self.engine.weights, step, op, inputs)

@@ -179,7 +179,6 @@ class Trainer:
         self.engine = TorchEngine(graph, Weights(graph.family.slots(graph.hp), ArraySource(arrays)))
         for parameter in self.engine.parameters.values():
             parameter.requires_grad_()
-        self.forward = Forward(self.engine, recompute=options.recompute)
         self.optimizer = make_adamw(self.engine.parameters, weight_decay=options.weight_decay, betas=options.betas)
         self.step = 0
         self._done = 0  # samples of the step that is being made, whose gradients are summed up already
@@ -192,6 +191,7 @@ class Trainer:
             self.dtype, self.why = choose_precision()
         else:
             self.dtype, self.why = getattr(torch, options.precision), f"{options.precision}: as asked"
+        self.forward = Forward(self.engine, recompute=options.recompute, dtype=self.dtype)
 
     def weights(self) -> dict[str, np.ndarray]:
         """The parameters as they are now, by name."""
@@ -225,7 +225,7 @@ class Trainer:
         targets = self._targets(batch)
         while self._done < len(batch):
             part = batch[self._done : self._done + self.options.micro_batch_size]
-            loss = self._loss_sum(part) / targets
+            loss = self.forward.loss_sum(part, self._pad) / targets
             loss.backward()  # type: ignore[no-untyped-call]
             self._parts.append(loss.item())
             self._done += len(part)
@@ -242,10 +242,6 @@ class Trainer:
 
     def _targets(self, batch: Tensor) -> int:
         return int(batch[:, 1:].numel() if self._pad is None else (batch[:, 1:] != self._pad).sum())
-
-    def _loss_sum(self, part: Tensor) -> Tensor:
-        with products_in(self.dtype):
-            return self.forward.loss_sum(part, self._pad)
 
     def _check_finite(self, loss: float, norm: float) -> None:
         if math.isfinite(loss) and math.isfinite(norm):
@@ -377,6 +373,7 @@ class Trainer:
         self._convergence.restore(progress["convergence"])
         if self.options.precision == "auto":  # a probe may find otherwise each time
             self.dtype, self.why = getattr(torch, progress["precision"]), f"{progress['precision']}: as before"
+            self.forward.dtype = self.dtype
         if progress["threads"] == torch.get_num_threads():
             return ""
         return (
