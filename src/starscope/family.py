@@ -55,6 +55,8 @@ class HParams(Mapping[str, Any]):
         self.__dict__["_values"] = dict(values)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # a copy that is being made has no values yet
+            raise AttributeError(name)
         try:
             return self._values[name]
         except KeyError:

@@ -183,3 +183,14 @@ def test_what_is_behind_the_last_value_does_not_run(loaded, monkeypatch):
     ran.clear()
     model.keep_values(PROMPT, "next_token_probs")
     assert sum(op.kind == "linear" and op.layer is None for op in ran) == 1  # the last row alone
+
+
+def test_a_file_of_the_model_is_never_replaced(cli, model, tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(Path(model).read_bytes())
+    (tmp_path / "link").symlink_to(file)
+    for out in (file, tmp_path / "link"):
+        result = cli("trace", file, PROMPT, "--value", "logits", "-o", out, "--force")
+        assert result.exit_code == 2
+        assert result.stderr.splitlines()[-1] == f"error: {out} is read for the model; expected another output."
+    assert file.read_bytes() == Path(model).read_bytes()

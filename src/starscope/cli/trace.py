@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,8 @@ def trace(
 
     if out is not None:
         check_output(Path(out), force, ())
+        if any(os.path.exists(out) and file.samefile(out) for file in files_of(model)):
+            raise UsageError(f"{out} is read for the model; expected another output.")
     chosen = named(Names(read_graph(model)), values)  # a wrong name is told before the weights are read
     loaded = load_model(session, model, engine, device, ctx_length, threads)
     cache = loaded.keep_values(text, chosen, rows=positions)
@@ -99,6 +102,19 @@ def trace(
         session.document(as_document(cache, chosen))
     else:
         session.write("".join(f"{line}\n" for name in chosen for line in describe(cache, name)))
+
+
+def files_of(model: str) -> Iterator[Path]:
+    """The files that a model is read from, which no output may replace."""
+    from starscope.gguf import read_gguf
+    from starscope.model import find_model
+
+    path = find_model(model)
+    if path.is_dir():
+        yield from path.iterdir()
+        return
+    with read_gguf(path) as file:
+        yield from file.paths
 
 
 def read_positions(rows: str | None) -> list[int] | slice | None:

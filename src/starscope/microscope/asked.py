@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
-from starscope.errors import TraceError
+from starscope.errors import TraceError, UsageError
 from starscope.microscope.names import HOOKS, Names, Reading
 from starscope.values import BESIDE_THE_GRAPH
 
@@ -32,7 +33,7 @@ def choose(names: Names, asked: Asked) -> list[tuple[Reading, bool]]:
         for reading in _fitting(names, asked or (lambda _: True), "the function that was given"):
             found.setdefault(reading, False)
         return list(found.items())
-    for one in [asked] if isinstance(asked, str) else asked:
+    for one in checked_names(asked):
         pattern = re.sub(r"(?<=[^.\[])\[(\d+|\*)\]", r".\1", one.strip()).removeprefix("model.")
         if not re.search(r"[*?\[]", pattern):
             found[names.reading(one)] = True
@@ -42,6 +43,15 @@ def choose(names: Names, asked: Asked) -> list[tuple[Reading, bool]]:
     if not found:
         raise TraceError("no value was asked for.", hint="Name some, or give None for every standard value.")
     return list(found.items())
+
+
+def checked_names(given: Any) -> list[str]:
+    """One name or several, as a list; UsageError for what is none."""
+    names = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    for name in names:
+        if not isinstance(name, str):
+            raise UsageError(f"{name!r} was given for the name of a value; expected a text.")
+    return names
 
 
 def _fitting(names: Names, fits: Callable[[str], bool], what: str) -> list[Reading]:

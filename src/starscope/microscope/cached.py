@@ -173,7 +173,9 @@ def _positions(rows: Positions, seq: int) -> list[int] | None:
     if isinstance(rows, slice):
         found = list(range(seq))[rows]
     else:
-        asked = [rows] if isinstance(rows, (int, np.integer)) else list(rows)
+        given: Any = rows
+        is_one = not isinstance(given, Iterable) or getattr(given, "ndim", 1) == 0
+        asked = [given.item() if hasattr(given, "item") else given] if is_one else list(given)
         for one in asked:
             if not isinstance(one, (int, np.integer)) or isinstance(one, bool):
                 raise UsageError(f"rows has {one!r}; expected positions, as in [0, -1] or slice(4, 8).")

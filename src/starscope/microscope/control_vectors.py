@@ -68,7 +68,7 @@ def steering_to_gguf(
     Raises UsageError for block 0, which the format has no place for, and what `write_gguf` raises.
     """
     arrays: dict[int, np.ndarray[Any, Any]] = {}
-    for layer, given in sorted(vectors.items()):
+    for layer, given in vectors.items():
         if not isinstance(layer, int) or isinstance(layer, bool) or layer < 1:
             raise UsageError(f"there is a vector for block {layer!r}; control vectors are for blocks 1 and up.")
         array = as_array(given)
@@ -86,6 +86,6 @@ def steering_to_gguf(
     }
     tensors = [
         OutputTensor(f"direction.{layer}", array.shape, find_format("F32"), lambda data=array: [data])  # type: ignore[misc]
-        for layer, array in arrays.items()
+        for layer, array in sorted(arrays.items())
     ]
     write_gguf(path, metadata, tensors, force=force)

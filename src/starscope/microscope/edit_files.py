@@ -57,7 +57,7 @@ def _with_tensor(data: Any, folder: Path | None) -> Any:
     file, name = reference["file"], reference["name"]
     if folder is None:
         raise InvalidContentError(f"a tensor is in {file}, and it is not known where that lies; expected numbers.")
-    if not file or Path(file).name != file or file in (".", ".."):
+    if not file or "\0" in file or Path(file).name != file or file in (".", ".."):
         raise InvalidContentError(f"a tensor is in {file!r}; expected the name of a file beside the edits.")
     tensors = read_safetensors(folder / file)
     if name not in tensors:

@@ -215,7 +215,7 @@ def _of_layers(name: str, names: Names) -> str | None:
     if names.find(name) is not None:
         return None
     patterns = (f"{host}.{name}" for host in HOSTS)
-    return next((pattern for pattern in patterns if names.find(pattern.format(i=0)) is not None), None)
+    return next((pattern for pattern in patterns if names.find(pattern.replace("{i}", "0")) is not None), None)
 
 
 def _plan(edit: Edit, reading: Reading, where: int, edges: Edges) -> Planned:

@@ -5,18 +5,30 @@ What runs is the model's engine with edits around it; weights and the engine its
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
 from starscope.engine import Engine
 from starscope.engine.edited import EditedEngine
+from starscope.errors import UsageError
 from starscope.microscope.edit_plan import EditPlan, plan_edits
 from starscope.microscope.edits import Edit
 from starscope.microscope.scope import Scope
 
-# The edits of the blocks that have been entered, of all models, the innermost last: whose they are, and what runs.
-_EDITING: ContextVar[tuple[tuple[Scope, EditedEngine], ...]] = ContextVar("editing", default=())
+
+class Entered(NamedTuple):
+    """A block of edits of one model, with what runs the model in it."""
+
+    block: object
+    scope: Scope
+    edits: list[Edit]
+    engine: EditedEngine
+
+
+# The blocks that have been entered and not left, of all models, the innermost last.
+_EDITING: ContextVar[tuple[Entered, ...]] = ContextVar("editing", default=())
 
 
 class Editable:
@@ -27,18 +39,47 @@ class Editable:
     @property
     def engine(self) -> Engine:
         """What runs the model: inside `editing`, with the edits of the block."""
-        return next((engine for scope, engine in reversed(_EDITING.get()) if scope is self.scope), self.scope.engine)
+        return _engine_of(self.scope, _EDITING.get())
 
     @contextmanager
     def editing(self, edits: Edit | Sequence[Edit]) -> Iterator[None]:
         """A block in which whatever this model runs is edited: generate, forward, traces. Blocks inside one another add
         their edits behind those that are there. UsageError for an edit that the model cannot have.
         """
-        token = _EDITING.set((*_EDITING.get(), (self.scope, edited(self.engine, edits, self.scope))))
+        block, added = object(), _as_list(edits)
+        _EDITING.set((*_EDITING.get(), Entered(block, self.scope, added, edited(self.engine, added, self.scope))))
         try:
             yield
         finally:
-            _EDITING.reset(token)
+            _EDITING.set(_without(block, _EDITING.get()))
+
+
+def _engine_of(scope: Scope, entered: Sequence[Entered]) -> Engine:
+    return next((one.engine for one in reversed(entered) if one.scope is scope), scope.engine)
+
+
+def _without(block: object, entered: Sequence[Entered]) -> tuple[Entered, ...]:
+    """What is left without one block. Those in it may outlast it, as generators leave their blocks in any order."""
+    left: list[Entered] = []
+    for i, one in enumerate(entered):
+        if one.block is block:
+            behind = entered[i + 1 :]
+            for inner in behind:
+                if inner.scope is one.scope:
+                    engine = edited(_engine_of(one.scope, left), inner.edits, one.scope)
+                    inner = inner._replace(engine=engine)
+                left.append(inner)
+            return tuple(left)
+        left.append(one)
+    return tuple(left)
+
+
+def _as_list(edits: Edit | Sequence[Edit]) -> list[Edit]:
+    if isinstance(edits, Edit):
+        return [edits]
+    if isinstance(edits, (str, bytes, Mapping)) or not isinstance(edits, Iterable):
+        raise UsageError(f"edits are {type(edits).__name__}; expected an Edit or a list of them.")
+    return list(edits)
 
 
 def edited(engine: Engine, edits: Edit | Sequence[Edit], scope: Scope) -> EditedEngine:
@@ -47,5 +88,4 @@ def edited(engine: Engine, edits: Edit | Sequence[Edit], scope: Scope) -> Edited
     plan = engine.edits
     if isinstance(engine, EditedEngine) and isinstance(plan, EditPlan):
         engine, before = engine.inner, plan.edits
-    added = [edits] if isinstance(edits, Edit) else list(edits)
-    return EditedEngine(engine, plan_edits(added, scope.names, scope.edges, before=before))
+    return EditedEngine(engine, plan_edits(_as_list(edits), scope.names, scope.edges, before=before))

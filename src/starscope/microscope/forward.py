@@ -34,7 +34,7 @@ class Served:
     views: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     def is_changed(self) -> bool:
-        return self.is_assigned or self.watch.has_changed()
+        return self.is_assigned or self.watch.has_changed() or self.watch.is_elsewhere(self.value)
 
 
 class Forward:
@@ -275,6 +275,12 @@ class Forward:
             # With gradients the tensor that was handed out is the node that consumers use.
             is_changed = served.is_changed()
             self.was_changed |= is_changed
+            if is_changed and tuple(served.value.shape) != (shape := self._shape(served.edge)):
+                self._live = [one for one in live if not one.used]
+                raise ValueShapeError(
+                    f"{served.facts.name} is {list(served.value.shape)} now; expected {list(shape)}, the shape it had.",
+                    hint="Change its numbers alone, or change a clone.",
+                )
             if served.edge == self.edges.logits:
                 pass  # nothing reads them but whoever chooses a token, who gets what was handed out
             elif self.grad or is_changed:
@@ -283,13 +289,13 @@ class Forward:
                     self._pass.write(served.edge, self._for_engine(self._node_of(served), served.facts))
             if is_changed:
                 served.is_assigned = False
-                served.watch.reset()
+                served.watch.follow(served.value)
             served.used = True
             self._used.append(served)
 
     def _for_engine(self, value: Any, facts: EdgeFacts) -> Any:
         if not self._pass.is_torch:
-            value = value.numpy() if hasattr(value, "detach") else np.asarray(value)
+            value = value.detach().numpy() if hasattr(value, "detach") else np.asarray(value)
         if facts is self.edges.facts[self.edges.logits]:
             return value[:, -1]
         return self.view.take_back(value, facts.form)
@@ -302,7 +308,7 @@ class Forward:
                 self._refuse_late(served)
 
     def _refuse_late(self, served: Served) -> None:
-        served.watch.reset()
+        served.watch.follow(served.value)
         raise OutOfOrder(
             f"{served.facts.name} was changed after what uses it had run: the change did nothing.",
             hint="Change a value before reading one that comes after it, or change a clone.",
@@ -352,15 +358,15 @@ class Forward:
         if self._pass.is_torch:
             import torch
 
-            tensor = given if isinstance(given, torch.Tensor) else torch.from_numpy(np.asarray(given))
+            tensor = given if isinstance(given, torch.Tensor) else torch.from_numpy(_float_array(given, name, shape))
             check_shape(name, shape, tuple(tensor.shape), tensor.is_floating_point())
+            _check_has_numbers(tensor, name)
             engine: Any = self._pass
             with self._recording() if self.grad else torch.no_grad():
+                tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
                 fresh = tensor.to(device=engine.device, dtype=engine.dtype).contiguous().as_subclass(torch.Tensor)
                 return _new_node(as_value(fresh)) if self.grad else as_value(fresh).clone()
-        array = as_array(given)
-        check_shape(name, shape, array.shape, array.dtype.kind == "f")
-        return as_value(np.array(array, np.float32, order="C"))
+        return as_value(_float_array(given, name, shape))
 
     def _see_head(self) -> None:
         """Remember what the output matrix is about to read, of all rows: other logits than the last may be wanted."""
@@ -411,6 +417,29 @@ def _new_node(value: Any) -> Any:
     return node
 
 
+def _float_array(given: Any, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """A float32 array of what somebody gives; a copy. ValueShapeError for what is no array of that shape and of floats.
+
+    Numbers that float32 does not hold are infinite, as torch has them.
+    """
+    if hasattr(given, "detach"):
+        check_shape(name, shape, tuple(given.shape), given.is_floating_point())
+        _check_has_numbers(given, name)
+        given = given if str(given.layout) == "torch.strided" else given.detach().to_dense()
+    try:
+        array = as_array(given)
+    except (TypeError, ValueError):
+        raise ValueShapeError(f"{name} was given {type(given).__name__}; expected a tensor {list(shape)}.") from None
+    check_shape(name, shape, array.shape, array.dtype.kind == "f")
+    with np.errstate(over="ignore"):
+        return np.array(array, np.float32, order="C")
+
+
+def _check_has_numbers(tensor: Any, name: str) -> None:
+    if tensor.device.type == "meta":
+        raise ValueShapeError(f"{name} was given a tensor without numbers, on the device meta; expected one with them.")
+
+
 def check_shape(name: str, expected: tuple[int, ...], found: Sequence[int], is_float: bool) -> None:
     """ValueShapeError unless what is to replace a value has its shape and is of floating-point numbers."""
     if tuple(found) != expected:
@@ -419,4 +448,4 @@ def check_shape(name: str, expected: tuple[int, ...], found: Sequence[int], is_f
             hint="Assign a tensor of that shape.",
         )
     if not is_float:
-        raise ValueShapeError(f"{name} was given integers; expected floating-point numbers.")
+        raise ValueShapeError(f"{name} was given integers, or no real numbers; expected floating-point ones.")

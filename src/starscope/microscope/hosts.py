@@ -7,6 +7,7 @@ A value is read and assigned inside a trace; weights are there always, decoded w
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
 
 class LayerIndexError(TraceError, IndexError):
     """A block that the model does not have."""
+
+
+def layer_index(given: Any, count: int) -> int:
+    """The number of a block, from 0; negative ones are given from the end. LayerIndexError for what is none."""
+    try:
+        index = operator.index(given)
+    except TypeError:
+        raise LayerIndexError(f"layer {given!r} is no number; this model has layers 0 to {count - 1}.") from None
+    if not -count <= index < count:
+        raise LayerIndexError(f"layer {index} is out of range; this model has layers 0 to {count - 1}.")
+    return index % count
 
 
 def read_only(size: str) -> str:
@@ -205,10 +217,7 @@ class Layers(Sequence[Block]):
     def __getitem__(self, index: int | slice) -> Block | list[Block]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        count = len(self)
-        if not -count <= index < count:
-            raise LayerIndexError(f"layer {index} is out of range; this model has layers 0 to {count - 1}.")
-        block = self._scope.part(f"layers.{index % count}")
+        block = self._scope.part(f"layers.{layer_index(index, len(self))}")
         assert isinstance(block, Block)
         return block
 
@@ -240,10 +249,7 @@ class Prefix:
         return found
 
     def __getitem__(self, index: int) -> Any:
-        count = int(self._scope.hp.num_layers)
-        if not -count <= index < count:
-            raise LayerIndexError(f"layer {index} is out of range; this model has layers 0 to {count - 1}.")
-        return getattr(self, str(index % count))
+        return getattr(self, str(layer_index(index, int(self._scope.hp.num_layers))))
 
     def __repr__(self) -> str:
         return f"<{self._path}>"

@@ -12,7 +12,7 @@ from starscope.inputs import is_batch, sequences
 from starscope.microscope.asked import Asked
 from starscope.microscope.cached import ActivationCache, Positions, run_with_cache
 from starscope.microscope.editing import Editable
-from starscope.microscope.hosts import Layers, ValueProperty, read_only
+from starscope.microscope.hosts import Layers, ValueProperty, layer_index, read_only
 from starscope.microscope.positions import check_span, overlapping, token_spans
 from starscope.microscope.scan import Scan, is_stand_in, stand_in
 from starscope.microscope.scope import Scope
@@ -206,10 +206,7 @@ class Root(Editable):
         """In a trace, before block `start` has begun: let blocks start to end (inclusive, negative ones from the end)
         not run. Each one's layer_output is the input of `start`, or `skip_with` `[batch seq hidden_size]`.
         """
-        count = int(self.hparams.num_layers)
-        for layer in (start, end):
-            self.scope.part("layers")[layer]
-        first, last = start % count, end % count
+        first, last = (layer_index(layer, int(self.hparams.num_layers)) for layer in (start, end))
         if first > last:
             raise UsageError(f"layers {start} to {end} are no range; expected the first before the last.")
         current_trace(self.scope.edges).skip(first, last, skip_with)
@@ -231,8 +228,9 @@ class Root(Editable):
         Several positions and several rows: at each of the positions in each of the rows.
         """
         count, size = int(self.hparams.num_layers), int(self.hparams.hidden_size)
-        chosen = [layers] if isinstance(layers, (int, np.integer)) else list(layers)
-        blocks = {layer % count: self.scope.part("layers")[layer] for layer in chosen}
+        given: Any = layers
+        chosen = {layer_index(layer, count) for layer in ([given] if np.ndim(given) == 0 else given)}
+        blocks = {layer: self.scope.part("layers")[layer] for layer in chosen}
         if tuple(np.shape(vector)) != (size,):
             raise ValueShapeError(f"the vector is {list(np.shape(vector))}; expected [{size}].")
         rows: Any = slice(None) if batch_index is None else batch_index
@@ -250,6 +248,7 @@ class Root(Editable):
             import torch
 
             tensor = vector if isinstance(vector, torch.Tensor) else torch.from_numpy(np.asarray(vector))
+            tensor = tensor if value.requires_grad else tensor.detach()
             return tensor.to(device=value.device, dtype=value.dtype)
         return as_array(vector).astype(value.dtype)
 
@@ -269,6 +268,8 @@ class Root(Editable):
             raise UsageError(f"hidden is {list(rows.shape)}; expected [... {size}], a residual stream.")
         edge = graph.names[f"layers.{graph.hp.num_layers - 1}.layer_output"]
         shape = rows.shape[:-1]
+        if rows.size == 0 if isinstance(rows, np.ndarray) else rows.numel() == 0:
+            return as_value(np.empty((*shape, int(self.hparams.vocab_size)), np.float32))
         rows = rows.reshape(-1, shape[-1] if shape else 1, size)
         # The last position of each row together, the others together: as in a trace, since sums depend on the count.
         last = self.engine.run_tail(edge, rows[:, -1])[:, None]

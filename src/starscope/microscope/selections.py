@@ -44,7 +44,9 @@ def read_selection(given: Any, name: str, *, negative: bool = True, new: bool = 
         given = ":".join("" if end is None else str(_number(end, name)) for end in (given.start, given.stop))
     if isinstance(given, str):
         return _read_span(given, name, negative, new)
-    whole = isinstance(given, (list, tuple, range)) or (hasattr(given, "__len__") and hasattr(given, "__getitem__"))
+    whole = isinstance(given, (list, tuple, range)) or (
+        hasattr(given, "__getitem__") and getattr(given, "ndim", 1) != 0
+    )
     numbers = tuple(_number(one, name) for one in given) if whole else (_number(given, name),)
     if not numbers:
         raise UsageError(f"{name} selects nothing; expected a number at least, or None for all.")

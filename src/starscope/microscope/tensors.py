@@ -112,6 +112,7 @@ class Watch:
         self._array, self.counter, self._uncounted = array, counter, None
         if counter is not None and counter.is_inference():
             self.counter, self._uncounted = None, counter
+        self._at = 0 if self.counter is None else self.counter.data_ptr()
         self.reset()
 
     def reset(self) -> None:
@@ -125,6 +126,8 @@ class Watch:
             if self._uncounted is None:
                 return b""
             array = as_array(self._uncounted)
+        elif self.counter is not None and self.counter.data_ptr() != self._at:
+            array = self.counter.detach().numpy()  # they have moved, to memory that processes share
         if array.nbytes <= SMALL:
             return array.tobytes()
         return hashlib.blake2b(np.ascontiguousarray(array).data.cast("B"), digest_size=16).digest()
@@ -134,6 +137,24 @@ class Watch:
         if self._array is None and self.counter is not None:
             return bool(self.counter._version != self.version)
         return self._look() != self._seen
+
+    def follow(self, value: Any) -> None:
+        """`reset`, wherever the numbers are now."""
+        if self.is_elsewhere(value):
+            self.__init__(value)  # type: ignore[misc]
+        else:
+            self.reset()
+
+    def is_elsewhere(self, value: Any) -> bool:
+        """Whether the tensor has other numbers altogether now, or in another order: `value.data = x`, `value.t_()`."""
+        tensor = self._uncounted if self.counter is None else self.counter
+        if tensor is None or tensor.is_meta:
+            return False
+        with _without_subclass()():
+            if value.is_set_to(tensor):
+                return False
+            has_moved = value.data_ptr() != tensor.data_ptr()
+            return bool(has_moved or (value.stride() != tensor.stride() and value.shape == tensor.shape))
 
 
 def plain(value: Any) -> Any:

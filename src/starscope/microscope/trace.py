@@ -13,11 +13,12 @@ Leaving the block runs the rest; an exception leaves nothing behind.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import numpy as np
 
@@ -28,12 +29,14 @@ from starscope.errors import (
     DoesNotFitError,
     OutOfOrder,
     OutsideTrace,
+    StarscopeError,
     Stopped,
     UnsupportedError,
     UsageError,
     ValueShapeError,
 )
 from starscope.machine import free_memory
+from starscope.microscope.asked import checked_names
 from starscope.microscope.edges import Edges
 from starscope.microscope.forward import Forward
 from starscope.microscope.step_inputs import Inputs, check_mask
@@ -46,6 +49,8 @@ if TYPE_CHECKING:
     from starscope.engine.passes import Pass
     from starscope.microscope.names import Reading
     from starscope.tokenizer import Tokenizer
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # The traces that have been entered and not left, of all models, the innermost last.
 _ENTERED: ContextVar[tuple[Trace, ...]] = ContextVar("entered", default=())
@@ -94,6 +99,25 @@ class Output:
         return self
 
 
+def _alone(method: F) -> F:
+    """A method of a trace that runs the model: for one thread at a time. What interrupts the model in the middle of its
+    work, Ctrl-C or an error that is none of ours, ends the run: nobody knows what has been done.
+    """
+
+    @functools.wraps(method)
+    def running(self: Trace, *given: Any) -> Any:
+        try:
+            with self._lock:
+                return method(self, *given)
+        except StarscopeError:
+            raise
+        except BaseException:
+            self._end()
+            raise
+
+    return cast(F, running)
+
+
 class Trace:
     """One run of one or several prompts. Made by `model.trace`; values are read and changed on the model's parts."""
 
@@ -117,6 +141,7 @@ class Trace:
         self._expected: frozenset[int] = frozenset()
         self._inputs = Inputs(self._prompts, [0] * len(plan.prompts), self._pad)
         self._state = "new"  # then entered, stopped or done
+        self._lock = threading.RLock()
         self._check_memory()
 
     # The block.
@@ -148,7 +173,11 @@ class Trace:
     def stop(self) -> None:
         """End the run here: what has not run does not, and values can be read no more."""
         self._check_entered()
-        self._state = "stopped"
+        self._end()
+
+    def _end(self) -> None:
+        if self._state == "entered":
+            self._state = "stopped"
         self._forward = None
 
     # Values.
@@ -159,24 +188,33 @@ class Trace:
             return "the model was given embeddings"
         return None if self._forward is None else self._forward.reason(edge)
 
+    @_alone
     def get(self, edge: int) -> Any:
         """A value by its edge; runs the model as far as that."""
         return self._running().get(edge)
 
+    @_alone
     def get_shaped(self, edge: int, rest: tuple[int, ...]) -> Any:
         return self._running().get_shaped(edge, rest)
 
+    @_alone
     def set(self, edge: int, value: Any) -> None:
         self._running().set(edge, value)
 
+    @_alone
     def set_shaped(self, edge: int, rest: tuple[int, ...], value: Any) -> None:
         self._running().set_shaped(edge, rest, value)
 
     def keep(self, names: str | Sequence[str]) -> None:
         """Have values of this step readable to its end, whatever has run; said before it has."""
-        readings = [self._reading(name) for name in ([names] if isinstance(names, str) else names)]
-        self._running().keep([one.edge for one in readings if one.edge is not None])
+        readings = [self._reading(name) for name in checked_names(names)]
+        self._keep([one.edge for one in readings if one.edge is not None])
 
+    @_alone
+    def _keep(self, edges: list[int]) -> None:
+        self._running().keep(edges)
+
+    @_alone
     def skip(self, first: int, last: int, value: Any = None) -> None:
         """Let blocks first to last not run in this step; `value` (or the first one's input) is what they give."""
         self._running().skip(first, last, value)
@@ -255,6 +293,7 @@ class Trace:
         """
         if self.plan.max_new_tokens is None:
             raise UsageError("steps() needs max_new_tokens: model.trace(prompt, max_new_tokens=N).")
+        self._check_entered()
         if self.step:
             raise UsageError("steps() was begun in the middle of a generation; expected it once, at step 0.")
         yield 0
@@ -272,6 +311,7 @@ class Trace:
         self._forward, self._step_ended = None, False
         return True
 
+    @_alone
     def _finish_step(self) -> None:
         if self._step_ended:
             return
@@ -315,6 +355,7 @@ class Trace:
         is_full = any(cache.length >= cache.context_length for cache in self._caches)
         return is_full or all(self._ended_rows) or len(self._tokens[0]) >= self.plan.max_new_tokens
 
+    @_alone
     def _complete(self) -> None:
         """Run what is left, with nobody looking."""
         self._finish_step()
