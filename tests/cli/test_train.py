@@ -102,22 +102,29 @@ def test_stopped_and_resumed_gives_the_bytes_of_never_stopped(cli, corpus, tmp_p
     assert log_of(whole, "loss") == log_of(parts, "loss")
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_ends_with_its_status(spawn, cli, corpus, tmp_path, sent):
-    out = tmp_path / "out"
-    process = spawn("train", corpus, "--out", out, "--steps", 100_000, *SIZES)
-    end = time.monotonic() + 60
-    while time.monotonic() < end and not ((out / "log.jsonl").exists() and log_of(out, "loss")):
-        time.sleep(0.05)
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_interrupted_anywhere_and_resumed_is_byte_for_byte_uninterrupted(spawn, cli, corpus, tmp_path, sent):
+    out, options = tmp_path / "out", (*SIZES, "--grad-acc", 2, "--save-every", 7)
+    process = spawn("train", corpus, "--out", out, "--steps", 100_000, *options)
+    end = time.monotonic() + 90
+    while time.monotonic() < end and not (out / "checkpoint.previous.bin").exists():
+        time.sleep(0.02)
     process.send_signal(sent)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 128 + sent, stderr
-    assert b"--resume goes on from there" in stderr
-    assert (out / "report.html").is_file()
     assert not (out / "model.gguf").exists()
-    step = len(log_of(out, "loss"))
-    assert cli("train", "--out", out, "--resume", "--steps", step + 1).exit_code == 0
-    assert len(log_of(out, "loss")) == step + 1
+    if sent == signal.SIGKILL:
+        assert process.returncode == -sent
+    else:
+        assert process.returncode == 128 + sent, stderr
+        assert b"--resume goes on from there" in stderr
+        assert (out / "report.html").is_file()
+    steps = len(log_of(out, "loss")) + 3
+    resumed = cli("train", "--out", out, "--resume", "--steps", steps)
+    assert resumed.exit_code == 0, resumed.stderr
+    assert cli("train", corpus, "--out", tmp_path / "whole", "--steps", steps, *options).exit_code == 0
+    assert log_of(out, "loss") == log_of(tmp_path / "whole", "loss")
+    for name in ("model.gguf", "hf/model.safetensors"):
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_a_run_that_is_there_is_neither_replaced_nor_mixed_up(cli, corpus, tmp_path):
