@@ -350,3 +350,19 @@ def test_what_a_run_writes_beside_its_text_is_no_text_of_it(tree):
     (tree / "run" / "report.html").write_text("not for training either")
     again = prepare(options(tree, exclude=(tree / "run",)), tree / "run" / "data")
     assert (again.reused, again.facts) == (True, first.facts)
+
+
+def test_a_run_that_goes_on_refuses_changed_text_and_options_and_keeps_its_own(tree, tmp_path):
+    first = prepare(options(tree), tmp_path / "data")
+    before = {path: path.read_bytes() for path in (tmp_path / "data").iterdir()}
+    for change in ({"vocab_size": 310}, {"held_out": 0.1}):
+        with pytest.raises(InvalidContentError, match=r"began with another vocabulary, another held-out share"):
+            prepare(options(tree, **change), tmp_path / "data", resume=True)
+    (tree / "part_0" / "0.py").write_text("changed = True\n")
+    with pytest.raises(InvalidContentError, match=r"the text has changed since the run .* had \d+ bytes and has \d+"):
+        prepare(options(tree), tmp_path / "data", resume=True)
+    assert {path: path.read_bytes() for path in (tmp_path / "data").iterdir()} == before
+    (tree / "part_0" / "0.py").write_text(f"# 0\n{DOCUMENTS[0]}")
+    assert prepare(options(tree), tmp_path / "data", resume=True).facts == first.facts
+    (tmp_path / "data" / "train.tokens").unlink()  # what is missing is made again
+    assert prepare(options(tree), tmp_path / "data", resume=True).facts == first.facts

@@ -89,7 +89,7 @@ class Job:
         """The tokens, the model, and a trainer: at step 0, or where the newest whole checkpoint is."""
         start = self._start(resume) if self.settings.start else None
         options = replace(data_options(self.settings, self.out), exclude=(self.out,))  # nothing that the run writes
-        self.data = prepare(options, self.out / DATA, self._say, self._progress)
+        self.data = prepare(options, self.out / DATA, self._say, self._progress, resume=resume)
         rows = self.data.vocab_size if start is None else start.hparams.vocab_size
         self.data.check_fits(rows)
         family = find_family(self.settings.family)

@@ -137,8 +137,17 @@ class Prepared:
             )
 
 
-def prepare(options: DataOptions, folder: Path, report: Report = nothing, progress: Progress = nothing) -> Prepared:
+def prepare(
+    options: DataOptions,
+    folder: Path,
+    report: Report = nothing,
+    progress: Progress = nothing,
+    *,
+    resume: bool = False,
+) -> Prepared:
     """The vocabulary and the token files, in `folder`; what is there already is reused when nothing has changed.
+
+    With `resume`, what has changed is InvalidContentError, and the folder stays as it is.
 
     InputError and InvalidContentError for text, UnsupportedError for a tokenizer that cannot be used (or that a GGUF
     file could not hold), DoesNotFitError and OutputError when `folder` cannot take the files.
@@ -150,6 +159,11 @@ def prepare(options: DataOptions, folder: Path, report: Report = nothing, progre
     existing = None if options.vocab in ("bpe", "chars") else open_tokenizer(options.vocab)
     asked = _asked(options, existing)
     kept = _read_record(folder)
+    if resume and kept and kept["asked"] != asked:
+        raise InvalidContentError(
+            f"the run in {folder} began with another vocabulary, another held-out share or another split.",
+            hint="Give the same options, or start a new run in another folder.",
+        )
     if kept.get("asked") == asked:
         if stamp and kept.get("stamp") == stamp and (old := _reuse(options, folder, kept, existing, report)):
             return old
@@ -157,6 +171,13 @@ def prepare(options: DataOptions, folder: Path, report: Report = nothing, progre
         if kept.get("data") == corpus.fingerprint and (old := _reuse(options, folder, kept, existing, report)):
             _write_record(folder, {**kept, "stamp": stamp})
             return old
+        if resume and kept["data"] != corpus.fingerprint:
+            had, has = kept["bytes"], corpus.bytes
+            sizes = f"{had} bytes and has {has}" if had != has else f"as many bytes, {had}, and they were others"
+            raise InvalidContentError(
+                f"the text has changed since the run in {folder} began: it had {sizes}.",
+                hint="Give it the text that it began with, or start a new run in another folder.",
+            )
     else:
         corpus = _survey(found, progress)
     return _make(options, folder, corpus, {"asked": asked, "stamp": stamp}, existing, report, progress)
@@ -216,6 +237,7 @@ def _make(
         )
     record |= {
         "data": corpus.fingerprint,
+        "bytes": corpus.bytes,
         "tokens": fingerprint,
         "vocabulary": vocabulary_digest(tokenizer),
         "held_out": bool(parts.held_out),
@@ -229,8 +251,8 @@ def _make_vocabulary(options: DataOptions, folder: Path, corpus: Corpus, parts: 
     """Write tokenizer.json into the folder; returns what there is to say about it."""
     if options.vocab == "chars":
         characters: set[str] = set()
-        pieces = (piece for passage in corpus.passages for piece in passage.pieces())
-        for piece in _told(pieces, corpus.bytes, progress):
+        text = (piece for passage in corpus.passages for piece in passage.pieces())
+        for piece in _told(text, corpus.bytes, progress):
             characters.update(piece)
         save_vocabulary(character_vocabulary(characters, fim=options.fim_rate > 0), folder)
         return []
@@ -294,6 +316,7 @@ def _open(
 
 RECORD_TYPES = {
     "asked": str,
+    "bytes": int,
     "stamp": str,
     "data": str,
     "tokens": str,
