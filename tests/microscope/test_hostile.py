@@ -241,12 +241,13 @@ def test_a_layer_that_is_none_is_an_index_error_in_words(quick: starscope.Model,
         t.stop()
 
 
-def test_a_parameter_steers_as_its_numbers_do(quick: starscope.Model) -> None:
+@pytest.mark.parametrize("places", [None, -1, [-1, 0]], ids=str)
+def test_a_parameter_steers_as_its_numbers_do(quick: starscope.Model, places: Any) -> None:
     vector = torch.randn(64)
     made = []
     for given in (vector, torch.nn.Parameter(vector)):
         with quick.trace(PROMPT) as t:
-            quick.steer([0, 2], given, factor=2.0, token_positions=[-1, 0])
+            quick.steer([0, 2], given, factor=2.0, token_positions=places)
         made.append(t.result.logits)
     assert same(*made)
 
