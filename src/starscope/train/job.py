@@ -114,8 +114,9 @@ class Job:
             notes={"parameters": self.parameters},
             report=self._watch,
         )
-        if resume and (note := self.trainer.resume()):
-            self._say(note)
+        if resume:
+            note = self.trainer.resume()
+            self._say(f"going on from step {self.trainer.step}" + (f": {note}" if note else "."))
         self._say(self.trainer.why)
         self._watcher = Watcher(self.settings, self.trainer, self.tokenizer, self.data)
 

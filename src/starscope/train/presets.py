@@ -52,7 +52,8 @@ PRESETS = {
         "nanoGPT's recipe for a CPU: 4 blocks × 128 on characters, context 64",
         {
             "vocab": "chars", "context_length": 64, "hidden_size": 128, "num_layers": 4, "num_heads": 4,
-            "steps": 2000, "decay_steps": 2000, "batch_size": 12, "learning_rate": 2e-3, "fim_rate": 0.0,
+            "steps": 2000, "decay_steps": 2000, "batch_size": 12, "learning_rate": 2e-3, "beta2": 0.99, "fim_rate": 0.0,
+            "held_out": 0.1, "split": "last",
         },
     ),
     "text": Preset(
