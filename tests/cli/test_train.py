@@ -265,7 +265,9 @@ def test_checkpoints_and_the_model_go_where_the_originals_flags_say(cli, corpus,
     assert cli("train", "--out", out, "--resume", "--steps", 3).exit_code == 0
     assert (other / "model.gguf").read_bytes() == (out / "model.gguf").read_bytes()
     (out / "model.gguf").unlink()
-    assert cli("train", "--out", out, "--only-write-model").exit_code == 0
+    written = cli("train", "--out", out, "--only-write-model", "--json")
+    assert written.exit_code == 0
+    assert json.loads(written.stdout)["bits_per_byte"] == log_of(out, "bits_per_byte")[-1]
     assert (other / "model.gguf").read_bytes() == (out / "model.gguf").read_bytes()
     absent = cli("train", corpus, "--out", tmp_path / "x", "--checkpoint-in", tmp_path / "none.bin", *SIZES)
     assert absent.exit_code == 3

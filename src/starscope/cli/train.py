@@ -167,8 +167,12 @@ def copy_file(source: Path, target: Path) -> None:
 
 def tell_end(session: Session, job: Job, outcome: Outcome | None, made: Finished) -> None:
     """The document, or what was made and how well it does, a line each."""
+    from starscope.train.report import last, read_log
+
     step = job.trainer.step
-    measured = None if outcome is None else outcome.bits_per_byte
+    # A run that had nothing left to do was measured when it ended.
+    measured = outcome.bits_per_byte if outcome is not None else None
+    measured = last(read_log(job.trainer.log_path), "bits_per_byte") if measured is None else measured
     if outcome is not None and outcome.converged:
         session.note(f"ended early: {outcome.converged}")
     if session.json:
