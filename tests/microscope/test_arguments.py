@@ -13,12 +13,14 @@ from starscope.convert import convert
 from starscope.engine import ENGINES
 from starscope.errors import (
     ContextOverflowError,
+    DoesNotFitError,
     InvalidContentError,
     OutOfOrder,
     TraceError,
     UsageError,
     ValueShapeError,
 )
+from starscope.microscope import forward
 from starscope.microscope.names import HOOKS, NODES
 from support.checkpoints import make_checkpoint
 from support.traces import all_values, logits_of, multiplied, part_of, read, same, value_names, value_ulps
@@ -256,3 +258,27 @@ def test_a_value_of_a_blocks_part_may_be_named_by_the_block_alone() -> None:
     assert names.reading("layers.3.attention_output").name == "layers.3.self_attn.attention_output"
     with pytest.raises(TraceError, match="a value's name is 3"):
         names.reading(3)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_large_values_that_the_body_lets_go_of_are_let_go_and_those_that_do_not_fit_are_refused(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = starscope.load("demo", engine=engine)
+    monkeypatch.setattr(forward, "LARGE", 100)
+    with model.trace(PROMPT) as t:
+        for block in model.layers:
+            block.self_attn.attention_probabilities.sum()
+        last = model.layers[-1].layer_output
+        held = t._forward._served
+        kept = {t.edges.facts[edge].name for edge in held}
+        assert kept == {"layers.5.layer_output"}
+        assert model.layers[-1].layer_output is last
+    with model.trace(PROMPT):
+        first = model.layers[0].layer_output
+        first_again = model.layers[0].layer_output
+        model.layers[2].layer_output  # noqa: B018
+        assert model.layers[0].layer_output is first is first_again
+    monkeypatch.setattr(forward, "free_memory", lambda: 5000)
+    with pytest.raises(DoesNotFitError, match=r"layers.0.layer_output needs .* GB of memory"), model.trace(PROMPT):
+        model.layers[0].layer_output  # noqa: B018

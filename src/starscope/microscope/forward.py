@@ -7,6 +7,8 @@ change is an error, since it would do nothing.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -15,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from starscope.engine.passes import Pass
-from starscope.errors import OutOfOrder, Unavailable, ValueShapeError
+from starscope.errors import DoesNotFitError, OutOfOrder, Unavailable, ValueShapeError
+from starscope.machine import free_memory
 from starscope.microscope.edges import EdgeFacts, Edges
 from starscope.microscope.present import Presentation
 from starscope.microscope.tensors import Watch, as_array, as_value, torch_value
@@ -35,6 +38,17 @@ class Served:
 
     def is_changed(self) -> bool:
         return self.is_assigned or self.watch.has_changed() or self.watch.is_elsewhere(self.value)
+
+
+ITEM = 4  # bytes of a float32
+LARGE = 1 << 26  # bytes: a value is not kept for the body any more, once the body has let go of it
+
+
+def _is_forgotten(served: Served) -> bool:
+    """Whether a large value is here alone: whoever asked for it has let go of it."""
+    value = served.value
+    size = value.nbytes
+    return size > LARGE and not served.views and sys.getrefcount(value) <= 3  # here, in `served`, and the call's own
 
 
 class Forward:
@@ -73,6 +87,7 @@ class Forward:
             self._pass.keep(self._ahead)
             self._pass.run(edges.end)
         self._served: dict[int, Served] = {}
+        self._was_read: set[int] = set()
         self._live: list[Served] = []
         self._used: list[Served] = []
         self._kept: set[int] = set()
@@ -87,7 +102,7 @@ class Forward:
     @property
     def was_read(self) -> frozenset[int]:
         """The edges that were asked for, but the logits."""
-        return frozenset(self._served) - {self.edges.logits}
+        return frozenset(self._was_read) - {self.edges.logits}
 
     # Reading and writing.
 
@@ -225,6 +240,7 @@ class Forward:
         if edge != self.edges.logits and edge not in self._ahead:
             self._go_back()
         self._advance(facts.made)
+        self._check_room(edge)
         with self._recording():
             rows = self._pass.read(edge)
             shown = self._with_other_rows(rows) if edge == self.edges.logits else self.view.show(rows, facts.form)
@@ -237,7 +253,17 @@ class Forward:
         self._hand_out(served)
         return served
 
+    def _check_room(self, edge: int) -> None:
+        """DoesNotFitError when a large value, the engine's and the one that is handed out, needs more than is free."""
+        needed = 2 * ITEM * math.prod(self._shape(edge))
+        if needed > LARGE and self._watch is Watch and needed > (free := free_memory()):
+            raise DoesNotFitError(
+                f"{self.edges.facts[edge].name} needs {needed / 1e9:.1f} GB of memory; {free / 1e9:.1f} GB are free.",
+                hint="Let go of what was read before, or take model.run_with_cache(..., rows=...).",
+            )
+
     def _hand_out(self, served: Served) -> None:
+        self._was_read.add(served.edge)
         self._served[served.edge] = served
         (self._used if served.used else self._live).append(served)
 
@@ -291,7 +317,10 @@ class Forward:
                 served.is_assigned = False
                 served.watch.follow(served.value)
             served.used = True
-            self._used.append(served)
+            if _is_forgotten(served):
+                del self._served[served.edge]
+            else:
+                self._used.append(served)
 
     def _for_engine(self, value: Any, facts: EdgeFacts) -> Any:
         if not self._pass.is_torch:
