@@ -47,8 +47,8 @@ LARGE = 1 << 26  # bytes: a value is not kept for the body any more, once the bo
 def _is_forgotten(served: Served) -> bool:
     """Whether a large value is here alone: whoever asked for it has let go of it."""
     value = served.value
-    size = value.nbytes
-    return size > LARGE and not served.views and sys.getrefcount(value) <= 3  # here, in `served`, and the call's own
+    # Three: here, in `served`, and the call's own.
+    return sys.getrefcount(value) <= 3 and not served.views and bool(value.nbytes > LARGE)
 
 
 class Forward:
@@ -88,6 +88,9 @@ class Forward:
             self._pass.run(edges.end)
         self._served: dict[int, Served] = {}
         self._was_read: set[int] = set()
+        hp, shown = edges.graph.hp, self.view
+        widest = max(hp.vocab_size, 4 * hp.hidden_size + hp.intermediate_size, hp.num_heads * shown.key)
+        self._has_large = 2 * ITEM * shown.batch * max(shown.seq, 1) * widest > LARGE
         self._live: list[Served] = []
         self._used: list[Served] = []
         self._kept: set[int] = set()
@@ -255,6 +258,8 @@ class Forward:
 
     def _check_room(self, edge: int) -> None:
         """DoesNotFitError when a large value, the engine's and the one that is handed out, needs more than is free."""
+        if not self._has_large:
+            return
         needed = 2 * ITEM * math.prod(self._shape(edge))
         if needed > LARGE and self._watch is Watch and needed > (free := free_memory()):
             raise DoesNotFitError(
@@ -317,7 +322,7 @@ class Forward:
                 served.is_assigned = False
                 served.watch.follow(served.value)
             served.used = True
-            if _is_forgotten(served):
+            if self._has_large and _is_forgotten(served):
                 del self._served[served.edge]
             else:
                 self._used.append(served)
