@@ -12,17 +12,21 @@ import pytest
 import torch
 
 from starscope.errors import UsageError
+from starscope.perplexity import measure
 from starscope.train.data import Batches
+from starscope.train.evaluation import measure_held_out
 from starscope.train.loop import (
     HeldOut,
     NonFiniteLossError,
+    Trainer,
     TrainOptions,
     bits_per_byte,
 )
 from starscope.train.precision import choose_precision
 from starscope.train.schedules import Schedule
+from starscope.train.stopping import EarlyStop
 from support.runs import FIM, HELD_OUT, SCHEDULE, make_trainer, read_log, same_bits
-from support.training import tiny_ids
+from support.training import tiny_graph, tiny_ids
 
 
 def test_a_tiny_text_is_learned_by_heart(tmp_path):
@@ -130,3 +134,74 @@ def test_options_that_cannot_be_are_refused():
         TrainOptions(steps=1, schedule=SCHEDULE, batch_size=8, micro_batch_size=3)
     with pytest.raises(UsageError, match="expected auto, float32 or bfloat16"):
         TrainOptions(steps=1, schedule=SCHEDULE, precision="float16")
+
+
+def test_the_held_out_loss_is_that_of_the_perplexity_command(tmp_path):
+    """Also of documents longer than the context, whose last window is mostly context."""
+    trainer = make_trainer(tmp_path)
+    ids = tiny_ids(3).astype(np.int64)
+    held_out = HeldOut([ids[:100], ids[7:19], ids[50:82], ids[:0]], 300, FIM.end_of_text)
+    found = measure_held_out(trainer.forward, held_out, 32)
+    expected = measure(trainer.engine, held_out.documents, held_out.bytes, first=FIM.end_of_text, window=32, stride=32)
+    assert (found.tokens, found.bytes) == (expected.tokens, expected.bytes)
+    assert found.nats == pytest.approx(expected.nats, rel=1e-6)
+
+
+def test_the_end_of_a_run_says_the_held_out_loss_in_nats(tmp_path):
+    trainer = make_trainer(tmp_path, steps=1)
+    outcome = trainer.run()
+    tokens = sum(map(len, HELD_OUT.documents))
+    assert outcome.held_out_loss * tokens / math.log(2) / HELD_OUT.bytes == pytest.approx(outcome.bits_per_byte)
+
+
+def test_lbfgs_lowers_the_loss_of_its_batch_faster_than_adamw_and_resumes_with_the_same_bits(tmp_path):
+    options = {"optimizer": "lbfgs", "lbfgs_iterations": 8, "batch_size": 4, "fim_rate": 0.0}
+    whole = make_trainer(tmp_path / "whole", steps=3, **options)
+    batch = torch.from_numpy(whole.batches.batch(0, 4))
+    before = whole._mean_loss(batch)
+    whole.train_step()
+    assert whole._mean_loss(batch) < 0.8 * before
+    whole.step = 0
+    fresh = make_trainer(tmp_path / "whole", steps=3, **options)
+    fresh.run()
+    make_trainer(tmp_path / "parts", steps=2, **options).run()
+    part = make_trainer(tmp_path / "parts", steps=3, **options)
+    part.resume()
+    part.run()
+    assert same_bits(part.weights(), fresh.weights())
+
+
+def test_lbfgs_stops_at_a_loss_that_is_not_finite_and_leaves_the_weights(tmp_path):
+    trainer = make_trainer(tmp_path, optimizer="lbfgs")
+    with torch.no_grad():
+        trainer.engine.parameters["norm.weight"][0] = math.nan
+    before = trainer.weights()
+    with pytest.raises(NonFiniteLossError, match="There is no checkpoint from before"):
+        trainer.train_step()
+    assert same_bits(trainer.weights(), before)
+
+
+def test_a_run_that_has_converged_ends_early_and_says_why(tmp_path):
+    outcome = make_trainer(tmp_path, steps=50, early_stop=EarlyStop(tolerance=10.0)).run()
+    assert outcome.step == 2
+    assert outcome.converged == "a step changed the loss by less than 10 of it"
+    assert read_log(tmp_path, "converged") == [outcome.converged]
+    assert outcome.bits_per_byte is not None
+
+
+def test_training_goes_on_from_given_weights(tmp_path):
+    first = make_trainer(tmp_path / "a", steps=1)
+    first.run()
+    second = Trainer(tiny_graph(), first.batches, first.options, folder=tmp_path / "b", initial=first.weights())
+    assert same_bits(second.weights(), first.weights())
+
+
+@pytest.mark.parametrize("name", ["batch_size", "micro_batch_size", "log_every", "evaluate_every", "save_every"])
+def test_sizes_and_intervals_are_positive(name):
+    with pytest.raises(UsageError, match=f"{name} is 0; expected at least 1"):
+        TrainOptions(steps=1, schedule=SCHEDULE, **{name: 0})
+
+
+def test_an_unknown_optimizer_is_refused():
+    with pytest.raises(UsageError, match="'sgd'; expected adamw or lbfgs"):
+        TrainOptions(steps=1, schedule=SCHEDULE, optimizer="sgd")

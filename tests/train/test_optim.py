@@ -10,6 +10,7 @@ import torch
 
 from starscope.engine.torch_engine import TorchEngine
 from starscope.engine.weights import ArraySource, Weights
+from starscope.errors import UsageError
 from starscope.train.optim import (
     clip_gradients,
     initial_weights,
@@ -20,10 +21,11 @@ from starscope.train.optim import (
 from support.training import tiny_graph
 
 
+@pytest.mark.parametrize("init", ["scaled", "xavier"])
 @pytest.mark.parametrize("vocab_size", [300, 4096])
-def test_the_first_loss_is_the_logarithm_of_the_vocabulary(vocab_size):
+def test_the_first_loss_is_the_logarithm_of_the_vocabulary(vocab_size, init):
     graph = tiny_graph(vocab_size=vocab_size, hidden_size=64)
-    engine = TorchEngine(graph, Weights(graph.family.slots(graph.hp), ArraySource(initial_weights(graph, 0))))
+    engine = TorchEngine(graph, Weights(graph.family.slots(graph.hp), ArraySource(initial_weights(graph, 0, init))))
     ids = torch.randint(0, vocab_size, (16, 33), generator=torch.Generator().manual_seed(0))
     loss = torch.nn.functional.cross_entropy(engine.logits(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
     assert loss.item() == pytest.approx(math.log(vocab_size), rel=0.05)
@@ -58,3 +60,25 @@ def test_gradients_are_clipped_to_a_common_norm():
     parameters["a"].grad, parameters["b"].grad = torch.tensor([3.0]), torch.tensor([4.0])
     assert clip_gradients(parameters, 1.0) == pytest.approx(5.0)
     assert parameters["b"].grad.item() == pytest.approx(0.8, rel=1e-4)
+
+
+def test_gradients_within_the_limit_keep_their_bits_and_no_limit_clips_nothing():
+    for limit in (10.0, 0.0):
+        parameters = {"a": torch.ones(2, requires_grad=True)}
+        parameters["a"].grad = torch.tensor([3.0, 4.0])
+        assert clip_gradients(parameters, limit) == pytest.approx(5.0)
+        assert parameters["a"].grad.tolist() == [3.0, 4.0]
+
+
+def test_the_sources_xavier_scale_draws_cut_normal_numbers_over_the_root_of_rows_and_columns():
+    graph = tiny_graph(hidden_size=128, num_layers=2)
+    weights = initial_weights(graph, 0, "xavier")
+    for name, array in weights.items():
+        if array.ndim == 2:
+            scaled = array * math.sqrt(sum(array.shape))
+            assert np.abs(scaled).max() == pytest.approx(1.0, rel=1e-6)
+            assert (np.abs(scaled) > 0.999).mean() == pytest.approx(0.317, abs=0.03)  # what lay beyond one deviation
+        else:
+            assert (array == (0 if name.endswith(".bias") else 1)).all()  # its gains were noise
+    with pytest.raises(UsageError, match="'he'; expected scaled or xavier"):
+        initial_weights(graph, 0, "he")

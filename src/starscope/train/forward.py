@@ -75,7 +75,11 @@ class Forward:
     def loss_sum(self, batch: Tensor, pad: int | None) -> Tensor:
         """The summed negative log-likelihood in nats of `[n context_length+1]` ids, all but the first and padding."""
         targets = batch[:, 1:] if pad is None else batch[:, 1:].masked_fill(batch[:, 1:] == pad, IGNORED)
-        ids, graph = batch[:, :-1], self.engine.graph
+        return self.loss(batch[:, :-1], targets)
+
+    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """The same of `[n seq]` targets behind `[n seq]` ids; one that is -100 does not count."""
+        graph = self.engine.graph
         last = graph.ops[-1]
         makes_logits = last.kind == "linear" and last.outputs == (graph.names["logits"],) and len(last.weights) == 1
         if makes_logits and 4 * ids.numel() * graph.hp.vocab_size > self._logit_bytes:

@@ -16,7 +16,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,11 +34,14 @@ from starscope.errors import InvalidContentError, StarscopeError, UsageError
 from starscope.graph import Graph
 from starscope.perplexity import Perplexity, measure
 from starscope.train.checkpoints import State, load_checkpoint, save_checkpoint
-from starscope.train.data import Batches, Ids
+from starscope.train.data import Batches
+from starscope.train.evaluation import HeldOut as HeldOut
+from starscope.train.evaluation import measure_held_out
 from starscope.train.forward import Forward
+from starscope.train.heap import map_large_blocks
 from starscope.train.lbfgs import lbfgs_step
 from starscope.train.optim import clip_gradients, initial_weights, make_adamw, set_learning_rate
-from starscope.train.precision import choose_precision, products_in
+from starscope.train.precision import choose_precision
 from starscope.train.schedules import Schedule
 from starscope.train.stopping import Convergence, EarlyStop
 
@@ -92,15 +95,6 @@ class TrainOptions:
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """Documents to measure with: their ids, and what they take in UTF-8 bytes altogether."""
-
-    documents: Sequence[Ids]
-    bytes: int
-    end_of_text: int
-
-
-@dataclass(frozen=True)
 class Outcome:
     """How a run ended: after `step` steps, by `signal` when it was interrupted; `converged` says why it stopped early.
 
@@ -114,15 +108,10 @@ class Outcome:
     converged: str = ""
 
 
-def measure_held_out(engine: TorchEngine, held_out: HeldOut, *, context_length: int, stride: int) -> Perplexity:
-    """The loss of the held-out documents, as `starscope perplexity` measures it."""
-    first, documents = held_out.end_of_text, held_out.documents
-    return measure(engine, documents, held_out.bytes, first=first, window=context_length, stride=stride)
-
-
 def bits_per_byte(engine: TorchEngine, held_out: HeldOut, *, context_length: int, stride: int) -> float:
-    """Bits per byte of the held-out documents."""
-    return measure_held_out(engine, held_out, context_length=context_length, stride=stride).bits_per_byte
+    """Bits per byte of the held-out documents, as `starscope perplexity` measures them."""
+    first, documents = held_out.end_of_text, held_out.documents
+    return measure(engine, documents, held_out.bytes, first=first, window=context_length, stride=stride).bits_per_byte
 
 
 @contextmanager
@@ -166,6 +155,8 @@ class Trainer:
         `initial` are the weights to begin with (float32, by our names), else they are drawn. `notes` go into the log's
         line where a run begins.
         """
+        if options.recompute:
+            map_large_blocks()
         self._notes = dict(notes or {})
         self.batches, self.options, self.folder, self.held_out = batches, options, folder, held_out
         self._pad, self._report = pad, report
@@ -259,9 +250,7 @@ class Trainer:
         """Bits per byte of the held-out documents, in windows that do not overlap; None when nothing is held out."""
         if self.held_out is None:
             return None
-        with products_in(self.dtype):
-            context = self.batches.context_length
-            self.measured = measure_held_out(self.engine, self.held_out, context_length=context, stride=context)
+        self.measured = measure_held_out(self.forward, self.held_out, self.batches.context_length)
         return self.measured.bits_per_byte
 
     def run(self) -> Outcome:

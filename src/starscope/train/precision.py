@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
@@ -21,11 +19,6 @@ def choose_precision() -> tuple[torch.dtype, str]:
     ratio = seconds[torch.float32] / seconds[torch.bfloat16]
     chosen, name = (torch.bfloat16, "bfloat16") if ratio >= WORTHWHILE else (torch.float32, "float32")
     return chosen, f"{name}: a product in bfloat16 is {ratio:.1f} times as fast as in float32"
-
-
-def products_in(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Inside, matrix products have operands of this dtype; sums, norms and the loss stay float32."""
-    return nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype)
 
 
 def _probe(dtype: torch.dtype) -> float:

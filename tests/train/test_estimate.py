@@ -1,0 +1,70 @@
+"""What a run is said to need, and what it then takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from starscope.train.estimate import estimate, resident_bytes, step_seconds
+from starscope.train.loop import TrainOptions
+from support.runs import SCHEDULE
+from support.training import tiny_graph
+
+RUN = """
+    import resource, sys, tempfile
+    from pathlib import Path
+    import numpy as np, torch
+    from starscope.train.estimate import estimate
+    from starscope.train.loop import Batches, Trainer, TrainOptions
+    from starscope.train.schedules import Schedule
+    sys.path.insert(0, {tests!r})
+    from support.training import tiny_graph
+
+    graph = tiny_graph({shape})
+    options = TrainOptions(2, Schedule(1e-3, 1, 10), 8, 8, precision={dtype!r}, recompute={recompute})
+    said = estimate(graph, options, getattr(torch, {dtype!r})).total
+    ids = np.random.default_rng(0).integers(0, graph.hp.vocab_size, 20000).astype("<u2")
+    batches = Batches(ids, context_length=graph.hp.context_length, seed=0)
+    Trainer(graph, batches, options, folder=Path(tempfile.mkdtemp())).run()
+    print(said / (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+"""
+DEEP = "context_length=256, hidden_size=256, num_layers=8, intermediate_size=1024"
+WIDE = "context_length=128, hidden_size=128, num_layers=4, intermediate_size=512, vocab_size=32000, num_kv_heads=4"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "recompute"),
+    [(DEEP, "float32", False), (DEEP, "bfloat16", False), (DEEP, "float32", True), (WIDE, "float32", False)],
+)
+def test_the_peak_is_within_15_percent_of_what_was_said(shape, dtype, recompute):
+    tests = str(Path(__file__).parent.parent)
+    script = textwrap.dedent(RUN).format(tests=tests, shape=shape, dtype=dtype, recompute=recompute)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert float(done.stdout) == pytest.approx(1.0, abs=0.15)
+
+
+def test_each_choice_that_saves_memory_lowers_the_estimate():
+    graph = tiny_graph(num_layers=8, context_length=256)
+
+    def parts(micro: int = 16, dtype: torch.dtype = torch.float32, **options: object) -> dict[str, int]:
+        return estimate(graph, TrainOptions(1, SCHEDULE, 16, micro, **options), dtype).parts  # type: ignore[arg-type]
+
+    whole = parts()
+    assert parts(micro=4)["activations"] == whole["activations"] // 4
+    assert parts(recompute=True)["activations"] < whole["activations"] / 2
+    assert parts(dtype=torch.bfloat16)["activations"] < whole["activations"]
+    assert parts(optimizer="lbfgs")["optimizer"] > whole["optimizer"]
+    assert resident_bytes() > 10_000_000
+
+
+def test_step_seconds_are_the_least_after_a_first_one(monkeypatch):
+    times = iter([10.0, 15.0, 20.0, 22.0, 30.0, 39.0])
+    monkeypatch.setattr("starscope.train.estimate.time.perf_counter", lambda: next(times))
+    steps: list[int] = []
+    assert step_seconds(lambda: steps.append(0)) == 2.0
+    assert len(steps) == 4
