@@ -205,3 +205,20 @@ def test_sizes_and_intervals_are_positive(name):
 def test_an_unknown_optimizer_is_refused():
     with pytest.raises(UsageError, match="'sgd'; expected adamw or lbfgs"):
         TrainOptions(steps=1, schedule=SCHEDULE, optimizer="sgd")
+
+
+def test_training_on_the_cpu_asks_nothing_of_cuda(tmp_path, monkeypatch):
+    """nanoGPT stopped on machines without a GPU, asking the GPU whether it has bfloat16."""
+
+    def asked(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    for name in ("_lazy_init", "is_bf16_supported", "get_device_properties", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, asked)
+    trainer = make_trainer(tmp_path, steps=1, precision="auto")
+    assert trainer.run().step == 1
+
+
+def test_batches_depend_on_the_sample_alone_not_on_micro_batches(tmp_path):
+    one, four = (make_trainer(tmp_path / str(size), micro_batch_size=size) for size in (8, 2))
+    assert (one.batches.batch(16, 8) == np.concatenate([four.batches.batch(16 + i, 2) for i in (0, 2, 4, 6)])).all()

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from starscope.errors import UsageError
 from starscope.graph import Graph
-from starscope.train.schedules import Schedule as Schedule
 
 INITIAL_DEVIATION = 0.02
 INITS = ("scaled", "xavier")
