@@ -189,8 +189,11 @@ def test_a_dry_run_says_what_it_would_take_and_makes_nothing(cli, corpus, tmp_pa
     assert plan["data"]["train_tokens"] > 32
     assert 0 <= plan["data"]["leakage"]["line_share"] <= 1
     assert list(tmp_path.iterdir()) == []
+    assert plan["memory_bytes"]["total"] == sum(plan["memory_bytes"].values()) / 2
+    assert plan["seconds"] > 0
     text = cli("train", corpus, "--dry-run", *SIZES).stdout
     assert f"{plan['parameters']:,} parameters: 2 blocks × 32, 4 heads" in text
+    assert re.search(r"^memory +\S+ MiB: process .*, activations", text, re.MULTILINE)
     real = cli("train", corpus, "--out", tmp_path / "out", "--steps", 1, *SIZES, "--json")
     assert json.loads(real.stdout)["parameters"] == plan["parameters"]
 
@@ -198,7 +201,7 @@ def test_a_dry_run_says_what_it_would_take_and_makes_nothing(cli, corpus, tmp_pa
 def test_every_flag_of_the_original_is_taken_or_said_to_be_gone(cli, corpus, tmp_path):
     gone = {name for row in GONE for name in row.names}
     for flag in flags():
-        result = cli("train", corpus, "--dry-run", "--vocab-size", 300, *flag)
+        result = cli("train", corpus, "--dry-run", *SIZES, *flag)
         assert "there is no option" not in result.stderr, flag
         assert (f"{flag[0]} has no effect" in result.stderr) == (flag[0] in gone), flag
     assert len({flag[0] for flag in flags()}) > 80
@@ -225,7 +228,7 @@ def test_every_flag_of_the_original_is_taken_or_said_to_be_gone(cli, corpus, tmp
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_the_originals_flags_mean_what_they_meant(cli, corpus, given, settings):
-    result = cli("train", corpus, "--dry-run", "--vocab-size", 300, "--ctx", 32, *given, "--json")
+    result = cli("train", corpus, "--dry-run", *SIZES, *given, "--json")
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)["settings"]
     assert {name: found[name] for name in settings} == settings
@@ -238,7 +241,7 @@ def test_flags_that_contradict_each_other_are_refused(cli, corpus):
         (["--epochs", "1", "--steps", "9"], "both epochs and steps"),
         (["--grad-acc", "3", "--batch", "4"], "not 3 equal parts"),
     ):
-        result = cli("train", corpus, "--dry-run", "--vocab-size", 300, "--ctx", 32, *given)
+        result = cli("train", corpus, "--dry-run", *SIZES, *given)
         assert result.exit_code == 2, given
         assert said in result.stderr
 

@@ -147,6 +147,16 @@ def test_a_disk_that_is_too_small_is_told_before_training(corpus, tmp_path, monk
         Job(settings_of(corpus), tmp_path / "out").prepare()
 
 
+def test_a_model_that_does_not_fit_into_memory_is_told_before_training(corpus, tmp_path, monkeypatch):
+    """As the original did not: there, the process was gone before "begin training"."""
+    monkeypatch.setattr(job, "free_memory", lambda: 100_000)
+    with pytest.raises(DoesNotFitError, match=r"takes \d+ bytes of memory \(parameters .* and 100000 are free"):
+        Job(settings_of(corpus), tmp_path / "out").prepare()
+    plan = make_plan(settings_of(corpus))
+    assert plan.seconds is None
+    assert "100000 are free" in plan.problems[-1]
+
+
 def test_an_output_that_is_something_else_is_left_alone(corpus, tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(OutputError, match="is a file"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from starscope.cli.common import Session
+from starscope.cli.train_progress import clock
 from starscope.cli.units import bytes_text
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def tell_plan(session: Session, settings: Settings) -> None:
     plan = make_plan(settings)
     for note in (*plan.data.notes, *plan.notes):
         session.note(f"note: {note}")
-    for problem in plan.data.problems:
+    for problem in plan.problems:
         session.note(f"problem: {problem}")
     if session.json:
         session.document(plan.as_json())
@@ -42,7 +43,10 @@ def tell_plan(session: Session, settings: Settings) -> None:
     rows |= {
         "model": f"{plan.parameters:,} parameters: {shape(plan.graph.hp)}",
         "updates": f"{settings.steps:,} of {settings.batch_size} samples, {plan.epochs:.2f} times through the data",
+        "memory": f"{bytes_text(plan.memory.total)}: "
+        + ", ".join(f"{name} {bytes_text(size)}" for name, size in plan.memory.parts.items()),
         "disk": bytes_text(plan.disk_bytes),
+        "time": "not tried" if plan.seconds is None else f"{clock(plan.seconds)}, in {plan.precision}, and evaluations",
     }
     session.write("".join(f"{name:<12} {text}\n" for name, text in rows.items()))
 

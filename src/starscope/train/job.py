@@ -17,15 +17,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from starscope.errors import DoesNotFitError, OutputError, OutputExistsError, UsageError
 from starscope.family import find_family, write_config
 from starscope.graph import Graph, record
+from starscope.machine import free_memory
 from starscope.recipes import find_recipe
 from starscope.tokenizer import Tokenizer
 from starscope.train.checkpoints import CURRENT, load_checkpoint
+from starscope.train.estimate import MemoryEstimate, estimate
 from starscope.train.export import check_folder, write_folder, write_tokenizer
 from starscope.train.loop import HeldOut, Outcome, Trainer, TrainOptions
 from starscope.train.output import write_model
+from starscope.train.precision import choose_precision
 from starscope.train.prepare import DataOptions, Prepared, Progress, prepare
 from starscope.train.presets import family_sizes
 from starscope.train.report import REPORT, append_line, write_report
@@ -102,10 +107,13 @@ class Job:
         initial = None if start is None else start.weights
         self.parameters = count_parameters(self.graph, initial)
         self._check_disk()
+        asked = train_options(self.settings)
+        if problem := memory_problem(estimate(self.graph, asked, dtype_of(asked.precision))):
+            raise DoesNotFitError(problem, hint="Take a smaller --batch, or --grad-acc and --recompute.")
         self.trainer = Trainer(
             self.graph,
             batches,
-            train_options(self.settings),
+            asked,
             folder=self.out,
             held_out=held_out(self.data),
             pad=self.data.pad,
@@ -195,6 +203,21 @@ def count_parameters(graph: Graph, initial: Mapping[str, Any] | None) -> int:
 def disk_bytes(parameters: int) -> int:
     """What a run's folder takes at most, without the tokens: two checkpoints and the model in both forms."""
     return parameters * (2 * CHECKPOINT_BYTES + 2 * 4)
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """What a run with this precision computes products in on this machine."""
+    chosen: torch.dtype = choose_precision()[0] if precision == "auto" else getattr(torch, precision)
+    return chosen
+
+
+def memory_problem(memory: MemoryEstimate) -> str:
+    """A sentence when a run takes more memory than there is; what this process has already is there."""
+    wanted, free = memory.total - memory.parts["process"], free_memory()
+    if wanted <= free:
+        return ""
+    parts = ", ".join(f"{name} {size}" for name, size in memory.parts.items() if name != "process")
+    return f"training takes {wanted} bytes of memory ({parts}), and {free} are free."
 
 
 def data_options(settings: Settings, out: Path) -> DataOptions:
