@@ -97,6 +97,8 @@ void decode(int type_id, Matrix<const uint8_t> source, Matrix<float> destination
 }  // namespace starscope
 
 NB_MODULE(_kernels, m) {
+    // What a program still holds when it ends is no leak, and no business of whoever runs it.
+    nb::set_leak_warnings(false);
     using namespace starscope;
     chosen = &usable_instruction_sets().back();
     m.doc() = "Kernels compiled per instruction set; the fastest usable one is chosen at import.";
