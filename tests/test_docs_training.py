@@ -29,11 +29,12 @@ def commands(path: Path) -> list[list[str]]:
     made = set()
     found = []
     for line in re.findall(r"^\$ starscope (.*)$", text, re.MULTILINE):
+        if not line.startswith("train ") and not any(f" {folder}/" in line for folder in made):
+            continue  # some go over several lines
         words = shlex.split(line, comments=True)
         if words[0] == "train":
             made.add(words[words.index("--out") + 1])
-        if words[0] == "train" or any(word.startswith(f"{folder}/") for folder in made for word in words):
-            found.append(words)
+        found.append(words)
     return found
 
 
