@@ -213,7 +213,10 @@ def weight_bytes(model: Model) -> int:
 
 
 def peak_rss_bytes() -> int | None:
-    """The highest resident memory of this process so far; None where the system does not tell."""
+    """The highest resident memory of this process so far; None where the system does not tell.
+
+    Of this program alone: what getrusage gives begins at what the process had before it became this program.
+    """
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     except OSError:

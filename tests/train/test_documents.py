@@ -206,11 +206,12 @@ def long_line(path: Path, megabytes: int) -> Path:
 
 def test_one_line_of_200_megabytes_is_read_in_constant_memory(tmp_path):
     program = """
-        import resource, sys
+        import sys
+        from starscope.bench import peak_rss_bytes
         from starscope.train.documents import find_documents, survey
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = peak_rss_bytes()
         [passage] = survey(find_documents([sys.argv[1]])).passages
         assert sum(map(len, passage.pieces())) == 200 << 20
-        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+        print(peak_rss_bytes() - before)
     """
     assert peak_memory(program, long_line(tmp_path / "long.txt", 200)) < 16 << 20

@@ -17,6 +17,7 @@ from support.training import tiny_graph
 
 RUN = """
     import sys, tempfile
+    from starscope.bench import peak_rss_bytes
     from pathlib import Path
     import numpy as np, torch
     from starscope.train.estimate import estimate
@@ -31,9 +32,7 @@ RUN = """
     ids = np.random.default_rng(0).integers(0, graph.hp.vocab_size, 20000).astype("<u2")
     batches = Batches(ids, context_length=graph.hp.context_length, seed=0)
     Trainer(graph, batches, options, folder=Path(tempfile.mkdtemp())).run()
-    # Of this program alone: ru_maxrss would begin at what its parent had.
-    [peak] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
-    print(said / (int(peak) * 1024))
+    print(said / peak_rss_bytes())
 """
 DEEP = "context_length=256, hidden_size=256, num_layers=8, intermediate_size=1024"
 WIDE = "context_length=128, hidden_size=128, num_layers=4, intermediate_size=512, vocab_size=32000, num_kv_heads=4"

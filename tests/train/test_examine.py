@@ -93,12 +93,11 @@ def test_a_large_text_is_examined_in_constant_memory_and_its_tokens_are_estimate
     (tmp_path / "small.txt").write_text(line * 2)
     (tmp_path / "large.txt").write_text(line * 16)
     program = """
-        import json, resource, sys
+        import json, sys
+        from starscope.bench import peak_rss_bytes as peak
         from starscope.train import examine as module, leakage
         from starscope.train.prepare import DataOptions
         module.VOCABULARY_BYTES = module.COUNTED_BYTES = leakage.MOST_BYTES = 1 << 20
-        def peak():
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         def run(name):
             return module.examine(DataOptions([name], vocab_size=512))
         before = run(sys.argv[1] + "/small.txt") and peak()

@@ -325,7 +325,8 @@ def test_every_epoch_is_of_all_the_text_and_in_another_order(tree, tmp_path):
 
 def test_memory_does_not_grow_with_the_length_of_a_line(tmp_path):
     program = """
-        import pathlib, resource, sys
+        import pathlib, sys
+        from starscope.bench import peak_rss_bytes
         from starscope.train.prepare import DataOptions, prepare
         def run(name, megabytes):
             path = pathlib.Path(sys.argv[1], name)
@@ -334,7 +335,7 @@ def test_memory_does_not_grow_with_the_length_of_a_line(tmp_path):
                     file.write(b"".join(b"%x" % (part * 7919 + n) for n in range(1 << 14))[: 1 << 16])
             made = prepare(DataOptions([path], vocab_size=300, split="last"), path.with_suffix(""))
             assert made.train.bytes + made.held_out.bytes == path.stat().st_size
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            return peak_rss_bytes()
         small = run("small.txt", 1)
         print(run("large.txt", 3) - small)
     """
