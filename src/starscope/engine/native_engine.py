@@ -31,7 +31,7 @@ from starscope.engine.base import (
     make_batch,
     whole_batch,
 )
-from starscope.engine.native_pass import NativePass
+from starscope.engine.native_pass import KeepPlan, NativePass, plan_to_keep
 from starscope.engine.native_program import Compiled, Compiler
 from starscope.engine.passes import tail_of
 from starscope.engine.weights import Weights
@@ -154,7 +154,7 @@ class NativeEngine:
         self._plain, self._buffers = Listed(self._program, compiled), module.Buffers()
         self._split: Listed | None = None
         self._lists: dict[frozenset[int], Listed] = {}  # with edits, by the edges that they change
-        self._keeping_lists: dict[frozenset[int], Listed] = {}  # by the edges that they keep
+        self._plans: dict[frozenset[int], KeepPlan | None] = {}  # by the edges that a step keeps
 
     def new_cache(self) -> NativeCache:
         hp = self.graph.hp
@@ -237,12 +237,18 @@ class NativeEngine:
             self._split = Listed(self._program, compiled)
         return self._split
 
-    def keeping(self, edges: frozenset[int]) -> Listed:
+    def plan_to_keep(self, edges: frozenset[int]) -> KeepPlan | None:
+        """How a step in one call keeps these edges; None where it cannot."""
+        if edges not in self._plans:
+            while len(self._plans) >= LISTS_KEPT:
+                del self._plans[next(iter(self._plans))]
+            self._plans[edges] = plan_to_keep(self.graph, edges, self._keeping)
+        return self._plans[edges]
+
+    def _keeping(self, edges: frozenset[int]) -> Listed:
         """The list that makes these edges in the caller's arrays."""
-        if edges not in self._keeping_lists:
-            compiled = Compiler(self.graph, self._module, self._matrix, self._vector, kept=edges).compile()
-            self._keep_list(self._keeping_lists, edges, Listed(self._program, compiled))
-        return self._keeping_lists[edges]
+        compiled = Compiler(self.graph, self._module, self._matrix, self._vector, kept=edges).compile()
+        return Listed(self._program, compiled)
 
     @staticmethod
     def _keep_list(lists: dict[frozenset[int], Listed], edges: frozenset[int], made: Listed) -> None:

@@ -9,7 +9,8 @@ three instructions that only such a read or a write runs; once one is written, t
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,14 +18,42 @@ import numpy as np
 from starscope.engine.base import MASKED, Array, Batch
 from starscope.engine.passes import attention_of
 from starscope.errors import DoesNotFitError
-from starscope.graph import Op
+from starscope.graph import Graph, Op
 from starscope.machine import memory
 
 if TYPE_CHECKING:
-    from starscope.engine.native_engine import NativeEngine
+    from starscope.engine.native_engine import Listed, NativeEngine
 
 Piece = tuple[int, int, int, Any]  # of one sequence: its first row, new rows, cached positions, the module's cache
 ASK_FOR = 1 << 28  # bytes: whether there is room for less is not asked
+
+
+@dataclass(frozen=True)
+class KeepPlan:
+    """How a step that runs in one call keeps values: its list, and where each edge is then."""
+
+    listed: Listed
+    whole: list[tuple[int, int]]  # edge, array
+    parts: list[tuple[int, int, int, int]]  # edge, array, first column, columns
+    others: list[int]  # edges that come in, or are in a cache
+
+
+def plan_to_keep(graph: Graph, edges: frozenset[int], keeping: Callable[[frozenset[int]], Listed]) -> KeepPlan | None:
+    """The plan for some edges; None where one of them is nowhere in a step that does not stop. `keeping` gives the list
+    that makes edges in arrays.
+    """
+    cached = {edge for edge in edges if attention_of(graph, edge)}
+    if any(graph.edges[edge].per_sequence for edge in edges - cached):
+        return None
+    listed = keeping(edges - cached)
+    compiled = listed.compiled
+    whole, parts = [], []
+    for edge, (number, column, cols) in compiled.kept.items():
+        if compiled.widths[number] == cols and len(graph.edges[edge].axes) == 2:
+            whole.append((edge, number))
+        else:
+            parts.append((edge, number, column, cols))
+    return KeepPlan(listed, whole, parts, sorted(edges - compiled.kept.keys()))
 
 
 class NativePass:
@@ -68,9 +97,11 @@ class NativePass:
         return buffers
 
     def run(self, stop: int) -> None:
-        if self._can_run_whole(stop):
-            self._run_whole()
-            return
+        if self._keeping and stop == len(self.graph.ops) and self.done == 0 and not self._begun:
+            plan = self._engine.plan_to_keep(frozenset(self._keeping))
+            if plan is not None:
+                self._run_whole(plan)
+                return
         producers = (self.graph.producers[edge] for edge in self._keeping)
         made = {producer + 1 for producer in producers if producer is not None}
         for end in sorted({stop, *(end for end in made if self.done < end < stop)}):
@@ -79,17 +110,9 @@ class NativePass:
             if end in made:
                 self._keep_outputs(end - 1)
 
-    def _can_run_whole(self, stop: int) -> bool:
-        """Whether nothing has run yet, everything is to, and what is to be kept can be made in arrays here."""
-        apart = any(
-            self.graph.edges[edge].per_sequence and not attention_of(self.graph, edge) for edge in self._keeping
-        )
-        return bool(self._keeping) and stop == len(self.graph.ops) and self.done == 0 and not self._begun and not apart
-
-    def _run_whole(self) -> None:
+    def _run_whole(self, plan: KeepPlan) -> None:
         """All of the step in one call, as `forward` does it, with the kept values in arrays."""
-        cached = frozenset(edge for edge in self._keeping if attention_of(self.graph, edge))
-        listed = self._engine.keeping(frozenset(self._keeping) - cached)
+        listed = plan.listed
         compiled = listed.compiled
         for one in compiled.inputs:
             self._array_of[one.edge][:] = self._engine.weights.rows(one.table, self._indices[one.source])
@@ -107,14 +130,12 @@ class NativePass:
             arrays,
         )
         self.done = len(self.graph.ops)
-        for edge in self._keeping:
-            if edge in compiled.kept:
-                number, column, cols = compiled.kept[edge]
-                array = arrays[number]
-                is_whole = array.shape[1] == cols and len(self.graph.edges[edge].axes) == 2
-                self._kept[edge] = array if is_whole else array[:, column : column + cols].reshape(self._shape(edge))
-            else:  # it came in, or is in a cache
-                self._kept[edge] = self.read(edge)
+        for edge, number in plan.whole:
+            self._kept[edge] = arrays[number]
+        for edge, number, column, cols in plan.parts:
+            self._kept[edge] = arrays[number][:, column : column + cols].reshape(self._shape(edge))
+        for edge in plan.others:
+            self._kept[edge] = self.read(edge)
 
     def _run(self, stop: int) -> None:
         """Up to `stop`, with nothing to keep before it."""

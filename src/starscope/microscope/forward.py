@@ -24,7 +24,7 @@ from starscope.microscope.present import Presentation
 from starscope.microscope.tensors import Watch, as_array, as_value, torch_value
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Served:
     """A value that was handed out."""
 
@@ -208,7 +208,7 @@ class Forward:
         self._advance(self.edges.end)
         self._sync(self.edges.end + 1)
         for served in self._used:
-            if served.is_changed():
+            if served.watch.has_changed():
                 self._refuse_late(served)
         self._last = self._pass.finish()
         self.ended = True

@@ -88,6 +88,8 @@ class Watch:
     are only counted, where they are.
     """
 
+    __slots__ = ("_array", "_at", "_seen", "_uncounted", "counter", "version")
+
     def __init__(self, value: Any) -> None:
         array: np.ndarray[Any, Any] | None = None
         counter: Any = None

@@ -58,7 +58,10 @@ _ENTERED: ContextVar[tuple[Trace, ...]] = ContextVar("entered", default=())
 
 def entered_trace(edges: Edges) -> Trace | None:
     """The innermost trace of a model, known by its edges, if there is one."""
-    return next((trace for trace in reversed(_ENTERED.get()) if trace.edges is edges), None)
+    for trace in reversed(_ENTERED.get()):
+        if trace.edges is edges:
+            return trace
+    return None
 
 
 def current_trace(edges: Edges) -> Trace:
