@@ -240,9 +240,7 @@ class NativeEngine:
     def plan_to_keep(self, edges: frozenset[int]) -> KeepPlan | None:
         """How a step in one call keeps these edges; None where it cannot."""
         if edges not in self._plans:
-            while len(self._plans) >= LISTS_KEPT:
-                del self._plans[next(iter(self._plans))]
-            self._plans[edges] = plan_to_keep(self.graph, edges, self._keeping)
+            self._keep_list(self._plans, edges, plan_to_keep(self.graph, edges, self._keeping))
         return self._plans[edges]
 
     def _keeping(self, edges: frozenset[int]) -> Listed:
@@ -251,7 +249,7 @@ class NativeEngine:
         return Listed(self._program, compiled)
 
     @staticmethod
-    def _keep_list(lists: dict[frozenset[int], Listed], edges: frozenset[int], made: Listed) -> None:
+    def _keep_list(lists: dict[frozenset[int], Any], edges: frozenset[int], made: Any) -> None:
         while len(lists) >= LISTS_KEPT:
             del lists[next(iter(lists))]
         lists[edges] = made

@@ -19,7 +19,6 @@ from starscope.microscope.scope import Scope
 from starscope.microscope.tensors import as_array, as_value
 from starscope.microscope.trace import Plan, Session, Trace, current_trace
 from starscope.sampling import SamplingOptions
-from starscope.values import MODEL, VALUES
 
 if TYPE_CHECKING:
     from starscope.engine import Weights
@@ -314,7 +313,3 @@ def _join(others: Any, last: Any) -> Any:
     import torch
 
     return torch.cat([others, last], dim=1)
-
-
-# The names of the model's own values, for `dir` and for what lists them.
-ROOT_VALUES = tuple(name for name, value in VALUES.items() if value.host == MODEL)

@@ -14,7 +14,7 @@ import numpy as np
 
 from starscope.cache import Cache
 from starscope.engine.base import Batch
-from starscope.errors import ContextOverflowError, OutOfOrder
+from starscope.errors import ContextOverflowError
 from starscope.graph import Graph
 from starscope.microscope.forward import Forward, Served, check_shape
 from starscope.microscope.tensors import Watch, as_value, has_torch
@@ -72,11 +72,7 @@ class Scan(Trace):
         forward = self._running()
         forward.finish()
         self._step_ended = True
-        if self._inputs.is_changed:
-            raise OutOfOrder(
-                "input_ids or attention_mask was changed after the run had begun.",
-                hint="Change it before reading values.",
-            )
+        self._check_inputs()
         self._caches = forward.caches
         self._holes |= forward.skipped
         if self.plan.max_new_tokens is not None:

@@ -83,10 +83,6 @@ class Plan:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     grad: bool = False
 
-    @property
-    def is_embedded(self) -> bool:
-        return bool(np.ndim(self.prompts[0]) == 2)
-
 
 class Output:
     """What a forward pass without generation leaves: `logits` `[batch seq vocab_size]`."""
@@ -274,6 +270,14 @@ class Trace:
         weights = np.exp(logits - logits.max(-1, keepdims=True))
         return weights / weights.sum(-1, keepdims=True)
 
+    def _check_inputs(self) -> None:
+        """OutOfOrder when the tokens of a step were changed after it had begun."""
+        if self._inputs.is_changed:
+            raise OutOfOrder(
+                "input_ids or attention_mask was changed after the run had begun.",
+                hint="Change it before reading values.",
+            )
+
     def _check_not_begun(self, name: str) -> None:
         self._check_entered()
         if self._forward is not None:
@@ -327,11 +331,7 @@ class Trace:
         forward = self._running()
         forward.finish()
         self._step_ended = True
-        if self._inputs.is_changed:
-            raise OutOfOrder(
-                "input_ids or attention_mask was changed after the run had begun.",
-                hint="Change it before reading values.",
-            )
+        self._check_inputs()
         self._caches = forward.caches
         # What was only read in this step will be read in the next, as it seems.
         may_run_ahead = self.engine.runs_ahead and not forward.was_changed and not self._holes
