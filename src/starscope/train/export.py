@@ -16,14 +16,13 @@ import shutil
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from starscope.checkpoint import open_checkpoint
-from starscope.convert import encode_checked
+from starscope.convert import ConversionReport, encode_checked
 from starscope.engine.weights import Weights
 from starscope.errors import OutputError, OutputExistsError, UnsupportedError, UsageError, VerificationError
 from starscope.family import Family, HParams, Slot, write_config
@@ -38,20 +37,6 @@ TIE_KEY = "tie_word_embeddings"
 Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True)
-class ExportReport:
-    """What was written: `bytes` of weights in `seconds`; `notes` are for a person."""
-
-    out: Path
-    bytes: int
-    seconds: float
-    tensors: int
-    parameters: int
-    family: str
-    format: str
-    notes: list[str]
-
-
 def export_gguf(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -59,7 +44,7 @@ def export_gguf(
     to: str = "f32",
     force: bool = False,
     progress: Progress | None = None,
-) -> ExportReport:
+) -> ConversionReport:
     """Write the model of the GGUF file `source` as the folder `out`, quantized weights decoded to `to`: f32, f16, bf16.
 
     Raises OutputExistsError unless `force`, GGUFError and UnsupportedError for the file, DoesNotFitError and
@@ -79,7 +64,7 @@ def export_gguf(
     )
     parameters = sum(model.weights.slots[name].parameters for name in names)
     seconds = time.perf_counter() - began
-    return ExportReport(folder, size, seconds, len(names), parameters, model.family.name, to.lower(), model.notes)
+    return ConversionReport(folder, size, seconds, len(names), parameters, model.family.name, to.lower(), model.notes)
 
 
 def check_folder(folder: Path, force: bool) -> None:
