@@ -146,32 +146,49 @@ class Recorder:
     def layer_norm(self, x: Edge, module: str) -> Edge:
         return self._op("layer_norm", [x], self._module(module), epsilon=self.hp.norm_epsilon)[0]
 
+    def rms_norm(self, x: Edge, module: str) -> Edge:
+        return self._op("rms_norm", [x], self._module(module), epsilon=self.hp.norm_epsilon)[0]
+
     def linear(self, x: Edge, module: str) -> Edge:
         return self._op("linear", [x], self._module(module))[0]
 
     def gelu(self, x: Edge, *, exact: bool) -> Edge:
         return self._op("gelu" if exact else "gelu_tanh", [x])[0]
 
+    def silu(self, x: Edge) -> Edge:
+        return self._op("silu", [x])[0]
+
+    def multiply(self, a: Edge, b: Edge) -> Edge:
+        return self._op("multiply", [a, b])[0]
+
     def wanted_rows(self, x: Edge) -> Edge:
         return self._op("wanted_rows", [x])[0]
 
-    def split_heads(self, x: Edge) -> tuple[Edge, Edge, Edge]:
-        """[rows (num_heads + 2·num_kv_heads)·head_dim] -> queries, keys and values, each [rows heads head_dim]."""
-        hp = self.hp
-        q, k, v = self._op(
-            "split_heads", [x], num_heads=hp.num_heads, num_kv_heads=hp.num_kv_heads, head_dim=hp.head_dim
-        )
-        return q, k, v
+    def split_heads(self, x: Edge, *heads: int) -> tuple[Edge, ...]:
+        """`[rows sum(heads)·head_dim]` -> one `[rows heads[i] head_dim]` each."""
+        return self._op("split_heads", [x], heads=heads, head_dim=self.hp.head_dim)
+
+    def rope(self, x: Edge) -> Edge:
+        """Rotary positions: queries or keys `[rows heads head_dim]` -> the same, turned.
+
+        `rope_base` and `rope_scale` are hyperparameters; the tensor `rope_freqs`, where the family has it, divides each
+        frequency.
+        """
+        factors = [name for name in ("rope_freqs.weight",) if name in self._shapes]
+        inputs = [x, self.inputs["positions"]]
+        return self._op("rope", inputs, factors, base=self.hp.rope_base, scale=self.hp.rope_scale)[0]
 
     def attention(self, q: Edge, k: Edge, v: Edge) -> Edge:
         """Causal attention over each sequence's own history: [rows heads head_dim] thrice -> [rows heads·head_dim].
 
-        Its inner values get their standard names. Engines fuse the three ops wherever nobody looks between them.
+        With a hyperparameter `sliding_window` each query sees so many keys at the most. Its inner values get
+        their standard names. Engines fuse the three ops wherever nobody looks between them.
         """
         q = self.value("attention_queries", q)
         k = self.value("attention_keys", self._op("cache", [k], part="k")[0])
         v = self.value("attention_values", self._op("cache", [v], part="v")[0])
-        scores = self.value("attention_scores", self._op("scores", [q, k], scale=self.hp.qk_head_dim**-0.5)[0])
+        seen = {"scale": self.hp.qk_head_dim**-0.5, "window": self.hp.get("sliding_window") or None}
+        scores = self.value("attention_scores", self._op("scores", [q, k], **seen)[0])
         pattern = self.value("attention_probabilities", self._op("softmax", [scores])[0])
         heads = self.value("attention_head_outputs", self._op("mix", [pattern, v])[0])
         return self.value("attention_premix", self._op("merge_heads", [heads])[0])

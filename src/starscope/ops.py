@@ -71,9 +71,17 @@ def _linear(inputs: Sequence[Axes], weights: Sequence[tuple[int, ...]], _: Mappi
 
 def _split_heads(inputs: Sequence[Axes], _w: Sequence[tuple[int, ...]], attrs: Mapping[str, Any]) -> tuple[Axes, ...]:
     rows, size = inputs[0]
-    heads, kv_heads, dim = attrs["num_heads"], attrs["num_kv_heads"], attrs["head_dim"]
-    _expect(size == (heads + 2 * kv_heads) * dim, f"{size} columns for {heads} + 2·{kv_heads} heads of {dim}")
-    return (rows, heads, dim), (rows, kv_heads, dim), (rows, kv_heads, dim)
+    heads, dim = attrs["heads"], attrs["head_dim"]
+    _expect(size == sum(heads) * dim, f"{size} columns for {' + '.join(map(str, heads))} heads of {dim}")
+    return tuple((rows, count, dim) for count in heads)
+
+
+def _rope(inputs: Sequence[Axes], weights: Sequence[tuple[int, ...]], _: Mapping[str, Any]) -> tuple[Axes, ...]:
+    dim = inputs[0][-1]
+    _expect(len(inputs[0]) == 3 and isinstance(dim, int) and dim % 2 == 0, f"rope over heads {inputs[0]}")
+    _expect(inputs[1] == inputs[0][:1], f"rope of {inputs[0]} at positions {inputs[1]}")
+    _expect(all(shape == (int(dim) // 2,) for shape in weights), f"rope over {dim} with factors {list(weights)}")
+    return (inputs[0],)
 
 
 def _cache(inputs: Sequence[Axes], _w: Sequence[tuple[int, ...]], _a: Mapping[str, Any]) -> tuple[Axes, ...]:
@@ -111,15 +119,24 @@ OPS: dict[str, OpSpec] = {
         OpSpec("embed", "row index of a table, for each index", _embed),
         OpSpec("add", "elementwise sum", _same),
         OpSpec("layer_norm", "(x - mean) / sqrt(variance + epsilon) · weight + bias over the last axis", _norm),
+        OpSpec("rms_norm", "x / sqrt(mean(x²) + epsilon) · weight over the last axis", _norm),
         OpSpec("linear", "x @ weight.T + bias", _linear),
-        OpSpec("split_heads", "[Q | K | V] columns cut into heads", _split_heads),
+        OpSpec("split_heads", "columns cut into values of `heads[0]`, `heads[1]`, ... heads", _split_heads),
+        OpSpec("rope", "pairs (i, i + dim/2) of each head turned by position · frequency[i], see rope.py", _rope),
         OpSpec("cache", "append the new rows to each sequence's cache, give all of it as it is kept there", _cache),
-        OpSpec("scores", "scale · q @ k.T for each query head, the most negative float32 where key > query", _scores),
+        OpSpec(
+            "scores",
+            "scale · q @ k.T for each query head, the most negative float32 where key > query or, with a "
+            "`window`, key <= query - window",
+            _scores,
+        ),
         OpSpec("softmax", "exp(x - max) / sum over the last axis, in float32", _same),
         OpSpec("mix", "probabilities @ v for each query head", _mix),
         OpSpec("merge_heads", "the heads side by side", _merge_heads),
         OpSpec("gelu", "x · Φ(x), Φ the normal distribution function", _same),
         OpSpec("gelu_tanh", "x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³)))", _same),
+        OpSpec("silu", "x / (1 + exp(-x))", _same),
+        OpSpec("multiply", "elementwise product", _same),
         OpSpec("wanted_rows", "the rows whose logits are wanted", _wanted_rows),
     )
 }

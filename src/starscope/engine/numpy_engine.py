@@ -30,6 +30,7 @@ from starscope.engine.weights import Weights
 from starscope.graph import Graph, Op
 from starscope.machine import usable_cores
 from starscope.ops import OPS
+from starscope.rope import inverse_frequencies, rotation
 
 Kernel = Callable[["NumpyEngine", Batch, Op, list[Any]], Any]
 
@@ -51,6 +52,12 @@ def layer_norm(engine: NumpyEngine, _batch: Batch, op: Op, inputs: list[Any]) ->
     return _affine(engine, op, normed)
 
 
+def rms_norm(engine: NumpyEngine, _batch: Batch, op: Op, inputs: list[Any]) -> Array:
+    x = inputs[0]
+    normed = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + np.float32(op.attrs["epsilon"]))
+    return _affine(engine, op, normed)
+
+
 def _affine(engine: NumpyEngine, op: Op, x: Array) -> Array:
     x = x * engine.weights[op.weights[0]]
     return x + engine.weights[op.weights[1]] if len(op.weights) > 1 else x
@@ -61,10 +68,19 @@ def linear(engine: NumpyEngine, _batch: Batch, op: Op, inputs: list[Any]) -> Arr
     return y + engine.weights[op.weights[1]] if len(op.weights) > 1 else y
 
 
-def split_heads(_engine: NumpyEngine, _batch: Batch, op: Op, inputs: list[Any]) -> list[Array]:
-    heads, kv_heads = op.attrs["num_heads"], op.attrs["num_kv_heads"]
-    x = inputs[0].reshape(len(inputs[0]), -1, op.attrs["head_dim"])  # [rows num_heads+2·num_kv_heads head_dim]
-    return np.split(x, [heads, heads + kv_heads], axis=1)
+def split_heads(_engine: NumpyEngine, _batch: Batch, op: Op, inputs: list[Any]) -> list[Array] | Array:
+    x = inputs[0].reshape(len(inputs[0]), -1, op.attrs["head_dim"])  # [rows sum(heads) head_dim]
+    parts = np.split(x, np.cumsum(op.attrs["heads"])[:-1], axis=1)
+    return parts if len(parts) > 1 else parts[0]
+
+
+def rope(engine: NumpyEngine, _batch: Batch, op: Op, inputs: list[Any]) -> Array:
+    x, positions = inputs
+    factors = engine.weights[op.weights[0]] if op.weights else None
+    frequencies = inverse_frequencies(x.shape[-1], op.attrs["base"], op.attrs["scale"], factors)
+    cos, sin = (one[:, None] for one in rotation(positions, frequencies))  # [rows 1 dim/2]
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def cache(_engine: NumpyEngine, batch: Batch, op: Op, inputs: list[Any]) -> list[Array]:
@@ -81,9 +97,15 @@ def scores(_engine: NumpyEngine, batch: Batch, op: Op, inputs: list[Any]) -> lis
         # Every query head of a key head at once: K is read one time.
         rows = q.transpose(1, 0, 2).reshape(kv_heads, -1, dim)
         s = (rows @ k.transpose(0, 2, 1)).reshape(heads, query, key) * np.float32(op.attrs["scale"])
-        future = np.arange(key) > past + np.arange(query)[:, None]  # [query key]
-        made.append(np.where(future, np.float32(MASKED), s))
+        made.append(np.where(unseen(past, query, key, op.attrs["window"]), np.float32(MASKED), s))
     return made
+
+
+def unseen(past: int, query: int, key: int, window: int | None) -> Array:
+    """Where a key is behind its query, or too far before it for a window: bool `[query key]`."""
+    keys, queries = np.arange(key), past + np.arange(query)[:, None]
+    future: Array = keys > queries
+    return future if window is None else future | (keys <= queries - window)
 
 
 def softmax(_engine: NumpyEngine, _batch: Batch, _op: Op, inputs: list[Any]) -> list[Array]:
@@ -100,7 +122,7 @@ def mix(_engine: NumpyEngine, _batch: Batch, _op: Op, inputs: list[Any]) -> Arra
         heads, query, key = p.shape
         kv_heads, _, dim = v.shape
         o = (p.reshape(kv_heads, -1, key) @ v).reshape(heads, query, dim)
-        if query > 1 and not np.isfinite(o.sum()):
+        if key > 1 and not np.isfinite(o.sum()):
             _mix_again(p, v, o)
         made.append(o.transpose(1, 0, 2))
     return np.concatenate(made)  # [rows num_heads head_dim]
@@ -112,8 +134,9 @@ def _mix_again(p: Array, v: Array, o: Array) -> None:
     for i in np.flatnonzero(~np.isfinite(o).all(axis=(0, 2))).tolist():
         seen = key - query + i + 1
         if not p[:, i, seen:].any():  # as long as nobody has written probabilities there
-            rows = p[:, i, :seen].reshape(len(v), -1, seen)
-            o[:, i] = (rows @ v[:, :seen]).reshape(heads, -1)
+            first = int(p[:, i].any(axis=0).argmax())  # behind what a window leaves out
+            rows = p[:, i, first:seen].reshape(len(v), -1, seen - first)
+            o[:, i] = (rows @ v[:, first:seen]).reshape(heads, -1)
 
 
 def merge_heads(_engine: NumpyEngine, _batch: Batch, _op: Op, inputs: list[Any]) -> Array:
@@ -132,6 +155,17 @@ def gelu_tanh(_engine: NumpyEngine, _batch: Batch, _op: Op, inputs: list[Any]) -
     inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
     y: Array = x * np.float32(0.5) * (1 + np.tanh(inner))
     return y
+
+
+def silu(_engine: NumpyEngine, _batch: Batch, _op: Op, inputs: list[Any]) -> Array:
+    x = inputs[0]
+    y: Array = x / (1 + np.exp(-x))
+    return y
+
+
+def multiply(_engine: NumpyEngine, _batch: Batch, _op: Op, inputs: list[Any]) -> Array:
+    product: Array = inputs[0] * inputs[1]
+    return product
 
 
 def wanted_rows(_engine: NumpyEngine, batch: Batch, _op: Op, inputs: list[Any]) -> Array:

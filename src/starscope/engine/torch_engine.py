@@ -32,6 +32,7 @@ from starscope.engine.weights import Weights
 from starscope.errors import DoesNotFitError, UnsupportedError
 from starscope.graph import Graph, Op
 from starscope.ops import OPS
+from starscope.rope import inverse_frequencies
 
 if TYPE_CHECKING:
     from starscope.engine.torch_pass import TorchPass
@@ -82,15 +83,32 @@ def layer_norm(weights: Mapping[str, Tensor], _step: Step, op: Op, inputs: list[
     return F.layer_norm(inputs[0], weight.shape, weight, bias[0] if bias else None, op.attrs["epsilon"])
 
 
+def rms_norm(weights: Mapping[str, Tensor], _step: Step, op: Op, inputs: list[Any]) -> Tensor:
+    weight, *bias = (weights[name] for name in op.weights)
+    y = F.rms_norm(inputs[0], weight.shape, weight, op.attrs["epsilon"])
+    return y + bias[0] if bias else y
+
+
 def linear(weights: Mapping[str, Tensor], _step: Step, op: Op, inputs: list[Any]) -> Tensor:
     return F.linear(inputs[0], *(weights[name] for name in op.weights))
 
 
-def split_heads(_weights: Mapping[str, Tensor], _step: Step, op: Op, inputs: list[Any]) -> tuple[Tensor, ...]:
-    heads, kv_heads = op.attrs["num_heads"], op.attrs["num_kv_heads"]
-    x = inputs[0].unflatten(-1, (-1, op.attrs["head_dim"]))  # [rows num_heads+2·num_kv_heads head_dim]
-    parts: tuple[Tensor, ...] = x.split([heads, kv_heads, kv_heads], dim=1)
-    return parts
+def split_heads(_weights: Mapping[str, Tensor], _step: Step, op: Op, inputs: list[Any]) -> tuple[Tensor, ...] | Tensor:
+    x = inputs[0].unflatten(-1, (-1, op.attrs["head_dim"]))  # [rows sum(heads) head_dim]
+    parts: tuple[Tensor, ...] = x.split(op.attrs["heads"], dim=1)
+    return parts if len(parts) > 1 else parts[0]
+
+
+def rope(weights: Mapping[str, Tensor], _step: Step, op: Op, inputs: list[Any]) -> Tensor:
+    x, positions = inputs
+    known = inverse_frequencies(x.shape[-1], op.attrs["base"], op.attrs["scale"])
+    frequencies = torch.from_numpy(known).to(x.device)
+    if op.weights:
+        frequencies = frequencies / weights[op.weights[0]].float()
+    angles = positions.float()[:, None, None] * frequencies  # [rows 1 dim/2]
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def cache(_weights: Mapping[str, Tensor], step: Step, op: Op, inputs: list[Any]) -> list[Tensor]:
@@ -111,7 +129,7 @@ def scores(_weights: Mapping[str, Tensor], step: Step, op: Op, inputs: list[Any]
         heads = q.shape[2]
         q = q.transpose(1, 2).reshape(n, kv_heads, -1, q.shape[-1])  # the query heads of a key head together
         s = (q @ k.transpose(-1, -2)).reshape(n, heads, group.new, key) * op.attrs["scale"]
-        made.append(s.masked_fill(_future(group, key, s.device), MASKED))
+        made.append(s.masked_fill(unseen(group.past, group.new, key, op.attrs["window"], s.device), MASKED))
     return made
 
 
@@ -129,8 +147,9 @@ def mix(_weights: Mapping[str, Tensor], _step: Step, _op: Op, inputs: list[Any])
             seen = p.shape[3] - p.shape[2] + i + 1
             if p[:, :, i, seen:].any():  # somebody has written probabilities there
                 return o[:, :, i]
-            rows = p[:, :, i, :seen].reshape(len(p), v.shape[1], -1, seen)
-            return (rows @ v[:, :, :seen]).reshape(len(p), p.shape[1], -1)
+            first = int(p[:, :, i].any(dim=1).any(dim=0).int().argmax())  # behind what a window leaves out
+            rows = p[:, :, i, first:seen].reshape(len(p), v.shape[1], -1, seen - first)
+            return (rows @ v[:, :, first:seen]).reshape(len(p), p.shape[1], -1)
 
         made.append(_again(o, alone).transpose(1, 2).flatten(0, 1))
     return torch.cat(made)  # [rows num_heads head_dim]
@@ -142,7 +161,7 @@ def _again(o: Tensor, alone: Callable[[int], Tensor]) -> Tensor:
     Rows that are made together multiply later values by 0, which gives NaN for infinities and NaN. On the CPU only:
     looking at numbers elsewhere means to wait for them.
     """
-    if o.shape[2] == 1 or o.device.type != "cpu" or math.isfinite(o.detach().sum().item()):
+    if o.device.type != "cpu" or math.isfinite(o.detach().sum().item()):
         return o
     finite = o.isfinite().all(3).all(1).all(0).tolist()
     rows = [row if fine else alone(i) for i, (row, fine) in enumerate(zip(o.unbind(2), finite, strict=True))]
@@ -162,6 +181,15 @@ def gelu_tanh(_weights: Mapping[str, Tensor], _step: Step, _op: Op, inputs: list
     return F.gelu(inputs[0], approximate="tanh")
 
 
+def silu(_weights: Mapping[str, Tensor], _step: Step, _op: Op, inputs: list[Any]) -> Tensor:
+    return F.silu(inputs[0])
+
+
+def multiply(_weights: Mapping[str, Tensor], _step: Step, _op: Op, inputs: list[Any]) -> Tensor:
+    product: Tensor = inputs[0] * inputs[1]
+    return product
+
+
 def wanted_rows(_weights: Mapping[str, Tensor], step: Step, _op: Op, inputs: list[Any]) -> Tensor:
     rows: Tensor = inputs[0] if step.wanted is None else inputs[0][step.wanted]
     return rows
@@ -170,32 +198,47 @@ def wanted_rows(_weights: Mapping[str, Tensor], step: Step, _op: Op, inputs: lis
 KERNELS: dict[str, Kernel] = {name: globals()[name] for name in OPS}
 
 
-def fused_attention(step: Step, scale: float, rows: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """scores, softmax and mix in one call for each group: queries `[rows heads dim]` -> `[rows heads dim]`."""
+def fused_attention(
+    step: Step, attrs: Mapping[str, Any], rows: Tensor, keys: list[Tensor], values: list[Tensor]
+) -> Tensor:
+    """scores, softmax and mix in one call for each group: queries `[rows heads dim]` -> `[rows heads dim]`.
+
+    `attrs` are those of the scores: their scale and window.
+    """
     made = []
+    scale, window = attrs["scale"], attrs["window"]
     for group, queries, k, v in zip(step.groups, step.split(rows), keys, values, strict=True):
-        heads = queries.shape[2]
+        heads, length = queries.shape[2], k.shape[2]
         # A key head that serves several query heads is expanded as a view, not copied.
         k, v = (
             x.repeat_interleave(heads // x.shape[1], 1) if 1 < x.shape[1] < heads else x.expand(-1, heads, -1, -1)
             for x in (k, v)
         )
-        square = group.past == 0 and group.new > 1
-        mask = None if square or group.new == 1 else ~_future(group, k.shape[2], k.device)
+        reach = window if window is not None and window < length else None  # where it hides anything
+        square = group.past == 0 and group.new > 1 and reach is None
+        is_masked = not square and (group.new > 1 or reach is not None)
+        mask = ~unseen(group.past, group.new, length, reach, k.device) if is_masked else None
         q = queries.transpose(1, 2)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square, scale=scale)
 
-        def alone(i: int, q: Tensor = q, k: Tensor = k, v: Tensor = v, past: int = group.past) -> Tensor:
-            k, v = k[:, :, : past + i + 1], v[:, :, : past + i + 1]
+        def alone(
+            i: int, q: Tensor = q, k: Tensor = k, v: Tensor = v, past: int = group.past, reach: int | None = reach
+        ) -> Tensor:
+            stop = past + i + 1
+            start = max(0, stop - reach) if reach is not None else 0
+            k, v = k[:, :, start:stop], v[:, :, start:stop]
             return F.scaled_dot_product_attention(q[:, :, i : i + 1], k, v, scale=scale)[:, :, 0]
 
         made.append(_again(o, alone).transpose(1, 2).flatten(0, 1))
     return torch.cat(made)
 
 
-def _future(group: Group, key: int, device: torch.device) -> Tensor:
-    """True where a key lies behind its query: `[query key]`."""
-    return torch.arange(key, device=device) > group.past + torch.arange(group.new, device=device)[:, None]
+def unseen(past: int, query: int, key: int, window: int | None, device: torch.device) -> Tensor:
+    """Where a key is behind its query, or too far before it for a window: bool `[query key]`."""
+    keys = torch.arange(key, device=device)
+    queries = past + torch.arange(query, device=device)[:, None]
+    future = keys > queries
+    return future if window is None else future | (keys <= queries - window)
 
 
 class TorchEngine:
@@ -344,7 +387,7 @@ class TorchEngine:
             inner = self.fusions.get(index) if fused else None
             if inner is not None and inner.last <= stop - 1 and not any(edge in keep for edge in inner.hidden):
                 q, k, v = (values[i] for i in inner.inputs)
-                values[inner.output] = fused_attention(step, op.attrs["scale"], q, k, v)
+                values[inner.output] = fused_attention(step, op.attrs, q, k, v)
                 used, index = set(inner.inputs), inner.last
             else:
                 made = KERNELS[op.kind](self.weights, step, op, [values[i] for i in op.inputs])

@@ -127,7 +127,8 @@ def record(g: Recorder) -> None:
 def block(g: Recorder, x: Edge) -> Edge:  # [rows hidden_size] -> the same
     x = g.value("layer_input", x)
     h = g.value("attention_norm_output", g.layer_norm(x, "input_layernorm"))
-    q, k, v = g.split_heads(g.linear(h, "self_attn.qkv_proj"))  # [rows heads head_dim] each
+    shares = (g.hp.num_heads, g.hp.num_kv_heads, g.hp.num_kv_heads)
+    q, k, v = g.split_heads(g.linear(h, "self_attn.qkv_proj"), *shares)  # [rows heads head_dim] each
     heads = g.attention(q, k, v)  # names its own inner values; [rows hidden_size]
     x = g.value("layer_mid", g.add(x, g.value("attention_output", g.linear(heads, "self_attn.o_proj"))))
     h = g.value("mlp_input", g.value("mlp_norm_output", g.layer_norm(x, "post_attention_layernorm")))
