@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
@@ -119,6 +119,7 @@ class NativeEngine:
     name = "native"
     runs_ahead = True
     edits = None
+    compiler: Callable[..., Compiler] = Compiler  # an engine that has a part of the operations has its own
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class NativeEngine:
         try:
             self._program = module.Program(self.threads, self.isa)
             with Reader(weights, self._program, self.threads) as self._reader:
-                compiled = Compiler(graph, module, self._matrix, self._vector).compile()
+                compiled = self.compiler(graph, module, self._matrix, self._vector).compile()
         except MemoryError:
             raise DoesNotFitError("there is not enough memory for the weights.", hint="Use a smaller model.") from None
         self._plain, self._buffers = Listed(self._program, compiled), module.Buffers()
@@ -233,7 +234,7 @@ class NativeEngine:
     def split(self) -> Listed:
         """The list with nothing fused, for steps that stop."""
         if self._split is None:
-            compiled = Compiler(self.graph, self._module, self._matrix, self._vector, split=True).compile()
+            compiled = self.compiler(self.graph, self._module, self._matrix, self._vector, split=True).compile()
             self._split = Listed(self._program, compiled)
         return self._split
 
@@ -245,7 +246,7 @@ class NativeEngine:
 
     def _keeping(self, edges: frozenset[int]) -> Listed:
         """The list that makes these edges in the caller's arrays."""
-        compiled = Compiler(self.graph, self._module, self._matrix, self._vector, kept=edges).compile()
+        compiled = self.compiler(self.graph, self._module, self._matrix, self._vector, kept=edges).compile()
         return Listed(self._program, compiled)
 
     @staticmethod
@@ -261,7 +262,7 @@ class NativeEngine:
         if edges not in self._lists:
             ordered = sorted(edges)
             numbers = {edge: number for number, edge in enumerate(ordered)}
-            compiled = Compiler(self.graph, self._module, self._matrix, self._vector, edited=numbers).compile()
+            compiled = self.compiler(self.graph, self._module, self._matrix, self._vector, edited=numbers).compile()
             self._keep_list(self._lists, edges, Listed(self._program, compiled, ordered))
         return self._lists[edges]
 

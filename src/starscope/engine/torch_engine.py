@@ -272,7 +272,7 @@ class TorchEngine:
         with memory_errors(self.device):
             for name in weights:
                 if not weights.is_tied(name):
-                    self.parameters[name] = torch.tensor(weights[name], dtype=dtype, device=self._device)
+                    self.parameters[name] = torch.tensor(weights[name], dtype=dtype).to(self._device)
                     weights.forget(name)
         tied = {name: slot.tied_to for name, slot in weights.slots.items() if slot.tied_to and weights.is_tied(name)}
         self.weights: Mapping[str, Tensor] = {
