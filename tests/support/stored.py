@@ -113,3 +113,15 @@ def distance(found: Any, expected: Any) -> float:
     assert found.shape == expected.shape
     assert np.isfinite(found).all()
     return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def stored_matrix(format_name: str, rows: int, cols: int, *, seed: int = 0) -> tuple[Any, np.ndarray]:
+    """A random matrix as the torch engine has it on a GPU, here on the CPU; and its weights, float32 `[rows cols]`."""
+    import torch
+
+    from starscope.engine.gpu.stored import read_stored
+
+    rng = np.random.default_rng(seed)
+    raw = _encoded(format_name, rng.normal(0, 1.5 / cols**0.5, (rows, cols)), rng)
+    weights = Weights([Slot("w", "w", "w", (rows, cols), always_f32=False)], StoredSource({"w": (format_name, raw)}))
+    return read_stored(weights, "w", torch.device("cpu")), decode(find_format(format_name), raw)
