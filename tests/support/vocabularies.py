@@ -2,6 +2,7 @@
 
 Byte-level BPE makes its tokens from its merges: the symbols of bytes, then what each merge builds. So these, the
 special tokens and their place are all that is kept of a vocabulary; a digest proves that its tokens come out the same.
+Of LLaMA's, which SentencePiece made, the pieces are kept, and where their scores are not the usual -1, -2, -3 and on.
 `PYTHONPATH=tests python -m support.vocabularies ggml-vocab-NAME.gguf` packs one.
 """
 
@@ -57,6 +58,43 @@ def read_texts() -> list[str]:
 def read_ids(name: str) -> list[list[int]]:
     """The ids of each text, as the models' own tokenizers give them."""
     return [[int(token) for token in line.split()] for line in (FOLDER / f"{name}.out").read_text().split("\n")[:-1]]
+
+
+@cache
+def read_llama() -> tuple[list[str], list[float], list[int]]:
+    """Pieces, scores and types of LLaMA's vocabulary."""
+    kept = json.loads(lzma.decompress((FOLDER / "llama-spm.json.xz").read_bytes()))
+    pieces = kept["pieces"]
+    scores, types = _usual_llama(len(pieces))
+    for token_id in kept["last"]:
+        scores[token_id] = kept["last_score"]
+    assert _digest([*pieces, str(scores), str(types)]) == kept["sha256"]
+    return pieces, scores, types
+
+
+def _usual_llama(size: int) -> tuple[list[float], list[int]]:
+    """The usual scores and types: unknown, bos, eos, the bytes, and the pieces by rank."""
+    return [0.0] * 259 + [-float(rank) for rank in range(size - 259)], [2, 3, 3] + [6] * 256 + [1] * (size - 259)
+
+
+def llama_metadata() -> dict[str, Any]:
+    """The metadata of LLaMA's vocabulary file, as starscope.gguf values."""
+    from starscope.gguf import ValueType, array, boolean, string, strings, u32
+
+    pieces, scores, types = read_llama()
+    return {
+        "general.architecture": string("llama"),
+        "tokenizer.ggml.model": string("llama"),
+        "tokenizer.ggml.pre": string("default"),
+        "tokenizer.ggml.tokens": strings(pieces),
+        "tokenizer.ggml.scores": array(ValueType.FLOAT32, scores),
+        "tokenizer.ggml.token_type": array(ValueType.INT32, types),
+        "tokenizer.ggml.bos_token_id": u32(1),
+        "tokenizer.ggml.eos_token_id": u32(2),
+        "tokenizer.ggml.unknown_token_id": u32(0),
+        "tokenizer.ggml.add_bos_token": boolean(True),
+        "tokenizer.ggml.add_eos_token": boolean(False),
+    }
 
 
 def gguf_metadata(packed: Packed) -> dict[str, Any]:
@@ -123,10 +161,7 @@ def _digest(tokens: list[str]) -> str:
     return hashlib.sha256("\n".join(tokens).encode()).hexdigest()
 
 
-def main(path: Path) -> None:
-    from gguf import GGUFReader
-
-    fields = {key: field.contents() for key, field in GGUFReader(path).fields.items()}
+def _keep_byte_level(fields: dict[str, Any]) -> dict[str, Any]:
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     special = [token for token, kind in zip(tokens, types, strict=True) if kind == 3]
     kept = {
@@ -140,6 +175,25 @@ def main(path: Path) -> None:
         "sha256": _digest(tokens),
     }
     assert _tokens_of(kept) == tokens
+    return kept
+
+
+def _keep_llama(fields: dict[str, Any]) -> dict[str, Any]:
+    pieces, scores = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.scores"]
+    usual, types = _usual_llama(len(pieces))
+    last = [token_id for token_id, score in enumerate(scores) if score != usual[token_id]]
+    assert types == fields["tokenizer.ggml.token_type"]
+    assert {scores[token_id] for token_id in last} == {min(scores)}
+    digest = _digest([*pieces, str(scores), str(types)])
+    return {"pieces": pieces, "last": last, "last_score": min(scores), "sha256": digest}
+
+
+def main(path: Path) -> None:
+    from gguf import GGUFReader
+
+    fields = {key: field.contents() for key, field in GGUFReader(path).fields.items()}
+    spm = fields["tokenizer.ggml.model"] == "llama"
+    kept = _keep_llama(fields) if spm else _keep_byte_level(fields)
     data = json.dumps(kept, ensure_ascii=False, separators=(",", ":")).encode()
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}]
     (FOLDER / f"{path.stem}.json.xz").write_bytes(lzma.compress(data, filters=filters))

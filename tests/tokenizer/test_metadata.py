@@ -96,10 +96,10 @@ def test_spaces_and_symbols_inside_added_tokens_are_text(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": string("llama")}, "tokenizer.ggml.model is 'llama'; supported: 'gpt2', byte-level BPE"),
+        ({"model": string("bert")}, "tokenizer.ggml.model is 'bert'; supported: 'gpt2', byte-level BPE, and 'llama'"),
         (
-            {"pre": string("llama-bpe")},
-            "tokenizer.ggml.pre is 'llama-bpe'; known: gpt-2, phi-2, mellum, starcoder, refact",
+            {"pre": string("tekken")},
+            "tokenizer.ggml.pre is 'tekken'; known: gpt-2, phi-2, mellum, starcoder, refact",
         ),
         ({"add_space_prefix": boolean(True)}, "tokenizer.ggml.add_space_prefix asks for a space before every text"),
         ({"add_eos_token": boolean(True)}, "tokenizer.ggml.add_eos_token asks for an end token after every text"),

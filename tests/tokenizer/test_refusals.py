@@ -98,8 +98,8 @@ def test_parts_that_would_change_the_ids_are_refused_in_words(
     ("key", "value", "words"),
     [
         ("type", "Unigram", "the model is Unigram; supported: BPE"),
-        ("ignore_merges", True, "the model's ignore_merges is True; supported: None or False"),
-        ("byte_fallback", True, "the model's byte_fallback is True"),
+        ("ignore_merges", True, r"is ignore_merges \+ Digits\(individual_digits=true\) \+ ByteLevel; known"),
+        ("byte_fallback", True, r"pre-tokenizer \[\{'individual_digits': True, .*; known for byte fallback: Prepend"),
         ("dropout", 0.1, "the model's dropout is 0.1"),
         ("continuing_subword_prefix", "##", "the model's continuing_subword_prefix is '##'"),
         ("end_of_word_suffix", "</w>", "the model's end_of_word_suffix is '</w>'"),
@@ -124,10 +124,10 @@ def test_bos_without_a_token_is_an_error(tmp_path: Path) -> None:
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    refused(InputError, "has no tokenizer; expected tokenizer.json, or vocab.json with", tmp_path / "a")
+    refused(InputError, "has no tokenizer; expected tokenizer.json, tokenizer.model, or vocab", tmp_path / "a")
     refused(InputError, "has vocab.json and no merges.txt", tmp_path / "b", vocab_json=small_vocab())
     refused(InputError, "has merges.txt and no vocab.json", tmp_path / "c", merges_txt="a b\n")
-    refused(UnsupportedError, "has a SentencePiece tokenizer.model", tmp_path / "d", tokenizer_model="")
+    refused(TokenizerError, "is not a SentencePiece model: it has no pieces", tmp_path / "d", tokenizer_model="")
     files = {
         "vocab_json": small_vocab(),
         "merges_txt": "i n\n",

@@ -11,6 +11,8 @@ order. So b" the" is the piece "Ġthe", and the bytes of any text can be written
 
 from __future__ import annotations
 
+from starscope.errors import TokenizerError
+
 _PRINTING = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 
 
@@ -38,3 +40,19 @@ def piece_to_bytes(piece: str) -> bytes:
         return piece.translate(_TO_BYTE).encode("latin-1")
     except UnicodeEncodeError:
         return piece.encode("utf-8", "surrogateescape")
+
+
+def as_bytes(text: str) -> bytes:
+    """A text in UTF-8. TokenizerError for half a surrogate pair."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        found = f"U+{ord(text[error.start]):04X}"
+        raise TokenizerError(
+            f"character {error.start} of the text is {found}, half of a surrogate pair, which is no text."
+        ) from None
+
+
+def nameless_byte(byte: int) -> str:
+    """A byte as a message names it."""
+    return f"the byte 0x{byte:02X}" + (f" ({chr(byte)!r})" if byte < 0x80 else "")

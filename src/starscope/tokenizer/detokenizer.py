@@ -7,24 +7,37 @@ what `finish` returns at the end are together exactly the text of all ids decode
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 _make_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """Give it ids in order; bytes that are no UTF-8 become U+FFFD."""
+    """Give it ids in order; bytes that are no UTF-8 become U+FFFD.
 
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+    With `drops_space` the space that the first token begins with is no text: the tokenizer had put it there. Tokens
+    in `before_text` (bos) come before the first.
+    """
+
+    def __init__(
+        self, token_bytes: Callable[[int], bytes], *, drops_space: bool = False, before_text: Collection[int] = ()
+    ) -> None:
         self._token_bytes = token_bytes
+        self._drops_space = self._at_start = drops_space
+        self._before_text = before_text
         self._decoder = _make_decoder("replace")
 
     def push(self, token_id: int, skip: int = 0) -> str:
         """The text that this token, without its first `skip` bytes, completes; often none inside a character."""
-        return self._decoder.decode(self._token_bytes(token_id)[skip:])
+        data = self._token_bytes(token_id)
+        if self._at_start and token_id not in self._before_text:
+            self._at_start = False
+            skip = skip or data.startswith(b" ")
+        return self._decoder.decode(data[skip:])
 
     def finish(self) -> str:
         """What is left of a character that was never completed. The detokenizer starts afresh."""
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
+        self._at_start = self._drops_space
         return text

@@ -9,8 +9,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from starscope.tokenizer.joining import merges_of
 from starscope.tokenizer.source import Source
-from starscope.tokenizer.structure import make_pre_tokenizer
+from starscope.tokenizer.spaces import Parts, write_spaces
+from starscope.tokenizer.structure import ignores_merges, make_pre_tokenizer
 from starscope.tokenizer.vocabulary import HIDDEN, Contents, Matching, TokenType
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -26,7 +28,7 @@ def tokenizer_files(source: Source, contents: Contents, end: int | None) -> dict
         "tokenizer_class": "PreTrainedTokenizerFast",
         **names,
         "add_bos_token": source.add_bos,
-        "add_prefix_space": False,
+        **({"add_prefix_space": False} if source.spaces is None else {}),
         "clean_up_tokenization_spaces": False,
         **_templates(source.chat_templates),
     }
@@ -40,26 +42,31 @@ def _tokenizer_json(source: Source, contents: Contents) -> dict[str, Any]:
         for token_id, piece in used
         if contents.types[token_id] in ADDED
     ]
+    unk = source.roles.unk
+    if source.spaces is None:
+        parts = Parts(None, _pre_tokenizer(source.pre_tokenizer), BYTE_LEVEL)
+    else:
+        parts = write_spaces(source.spaces)
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": _pre_tokenizer(source.pre_tokenizer),
+        "normalizer": parts.normalizer,
+        "pre_tokenizer": parts.pre_tokenizer,
         "post_processor": _post_processor(source, contents),
-        "decoder": BYTE_LEVEL,
+        "decoder": parts.decoder,
         "model": {
             "type": "BPE",
             "dropout": None,
-            "unk_token": None,
+            "unk_token": contents.pieces[unk] if contents.marked and unk is not None else None,
             "continuing_subword_prefix": None,
             "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
+            "fuse_unk": contents.marked,
+            "byte_fallback": contents.marked,
+            "ignore_merges": ignores_merges(source.pre_tokenizer),
             "vocab": {piece: token_id for token_id, piece in used},
-            "merges": [list(pair) for pair in contents.merges],
+            "merges": [list(pair) for pair in merges_of(contents)],
         },
     }
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder: tokenizer.json, or the older vocab.json with merges.txt.
+"""The tokenizer of a Hugging Face folder: tokenizer.json, tokenizer.model, or vocab.json with merges.txt.
 
 Beside either, tokenizer_config.json and special_tokens_map.json name special tokens, and config.json and
 generation_config.json give the ids that end a text.
@@ -15,6 +15,8 @@ from starscope.checkpoint import read_json
 from starscope.checkpoint.content import cut, short, typed
 from starscope.checkpoint.files import is_there, read_text
 from starscope.errors import InputError, TokenizerError, UnsupportedError
+from starscope.tokenizer.model_file import read_model_file
+from starscope.tokenizer.sentencepiece import finish_marked
 from starscope.tokenizer.source import Source, split_merges
 from starscope.tokenizer.tokenizer_json import Added, Files, checked_vocab, read_added, read_tokenizer_json
 from starscope.tokenizer.vocabulary import Contents, Matching, Roles, TokenType, padding_piece
@@ -32,16 +34,20 @@ def read_folder(folder: Path, config: Mapping[str, Any] | None, generation_confi
     """The tokenizer of a folder. The configs are read from it when not given."""
     settings_path = folder / "tokenizer_config.json"
     settings = _read_optional(settings_path)
-    for key in ("add_prefix_space", "add_eos_token"):
-        if typed(settings, key, bool, str(settings_path), TokenizerError):
-            raise UnsupportedError(f"{settings_path}: {key} is {short(settings[key])}; supported: false.")
     files = _read_files(folder, settings)
+    spaces = files.spaces
+    for key in ("add_prefix_space", "add_eos_token"):
+        stated = typed(settings, key, bool, str(settings_path), TokenizerError)
+        if key == "add_prefix_space" and spaces is not None:
+            spaces = replace(spaces, prefix="never", unless_there=False) if stated is False else spaces
+        elif stated:
+            raise UnsupportedError(f"{settings_path}: {key} is {short(settings[key])}; supported: false.")
     sources = (files.names, _read_optional(folder / "special_tokens_map.json"), settings)
     names = {name: value for source in sources for name, value in source.items() if value is not None}
     _check_names(folder, names)
     added = _check_ids(files, [*files.added, *_added_by_id(settings, settings_path)])
     added = _mark_special(files, added, names)
-    contents = _make_contents(files, added)
+    contents = make_contents(files, added)
     config = _read_optional(folder / "config.json") if config is None else config
     generation_config = (
         _read_optional(folder / "generation_config.json") if generation_config is None else generation_config
@@ -56,6 +62,7 @@ def read_folder(folder: Path, config: Mapping[str, Any] | None, generation_confi
         pre_tokenizer=files.pre_tokenizer,
         roles=roles,
         add_bos=files.bos is not None if add_bos is None else add_bos,
+        spaces=spaces,
         chat_templates=_read_templates(folder, settings),
         notes=tuple(notes),
     )
@@ -67,18 +74,55 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 def _read_files(folder: Path, settings: Mapping[str, Any]) -> Files:
     if is_there(folder / "tokenizer.json"):
-        return read_tokenizer_json(folder / "tokenizer.json")
+        files = read_tokenizer_json(folder / "tokenizer.json")
+        return files if files.spaces is None else replace(files, scores=_scores_beside(folder, files))
+    if is_there(folder / "tokenizer.model"):
+        return _read_model(folder)
     listed = [name for name in ("vocab.json", "merges.txt") if is_there(folder / name)]
     if len(listed) == 2:
         return _read_lists(folder, settings)
     if listed:
         missing = "merges.txt" if "vocab.json" in listed else "vocab.json"
         raise InputError(f"{folder} has {listed[0]} and no {missing}; a tokenizer needs both, or tokenizer.json.")
-    if (folder / "tokenizer.model").exists():
-        raise UnsupportedError(
-            f"{folder} has a SentencePiece tokenizer.model; supported: byte-level BPE, tokenizer.json."
-        )
-    raise InputError(f"{folder} has no tokenizer; expected tokenizer.json, or vocab.json with merges.txt.")
+    raise InputError(
+        f"{folder} has no tokenizer; expected tokenizer.json, tokenizer.model, or vocab.json with merges.txt."
+    )
+
+
+def _scores_beside(folder: Path, files: Files) -> list[float] | None:
+    """The scores of the tokenizer.model that a tokenizer.json was made from; None where it has other pieces."""
+    path = folder / "tokenizer.model"
+    if not is_there(path):
+        return None
+    model = read_model_file(path)
+    same = all(files.vocab.get(piece) == token_id for token_id, piece in enumerate(model.pieces))
+    return model.scores if same else None
+
+
+def _read_model(folder: Path) -> Files:
+    """tokenizer.model, with added_tokens.json beside it. Bos comes before every text, as LLaMA's class has it."""
+    path = folder / "tokenizer.model"
+    model = read_model_file(path)
+    vocab = {piece: token_id for token_id, piece in enumerate(model.pieces)}
+    if len(vocab) < len(model.pieces):
+        found = next(piece for token_id, piece in enumerate(model.pieces) if vocab[piece] != token_id)
+        raise TokenizerError(f"{path} has {short(found)} twice; expected distinct pieces.")
+    added = checked_vocab(_read_optional(folder / "added_tokens.json"), folder / "added_tokens.json")
+    roles = {role: token_id for role, token_id in model.roles.items() if token_id < len(model.pieces)}
+    return Files(
+        where=str(path),
+        vocab=vocab,
+        merges=[],
+        added=[
+            Added(token_id, content, False, Matching()) for content, token_id in added.items() if content not in vocab
+        ],
+        pre_tokenizer="default",
+        bos=roles.get("bos"),
+        names={ROLE_NAMES[role]: model.pieces[token_id] for role, token_id in roles.items()},
+        spaces=model.spaces,
+        scores=model.scores,
+        types={i: kind for i, kind in enumerate(model.types) if kind != TokenType.NORMAL},
+    )
 
 
 def _read_lists(folder: Path, settings: Mapping[str, Any]) -> Files:
@@ -166,7 +210,7 @@ def _contents_of(value: Any) -> list[Any]:
     return [entry.get("content") if isinstance(entry, dict) else entry for entry in several]
 
 
-def _make_contents(files: Files, added: Mapping[int, Added]) -> Contents:
+def make_contents(files: Files, added: Mapping[int, Added]) -> Contents:
     """All pieces by id; ids that no token has become unused padding."""
     by_id = {token_id: piece for piece, token_id in files.vocab.items()}
     by_id |= {token_id: token.content for token_id, token in added.items()}
@@ -178,16 +222,28 @@ def _make_contents(files: Files, added: Mapping[int, Added]) -> Contents:
             f"{files.where} has {len(by_id)} tokens with ids up to {size - 1}; expected few ids between."
         )
     types = bytearray([TokenType.NORMAL]) * size
+    for token_id, kind in files.types.items():
+        types[token_id] = kind
     for token_id, token in added.items():
-        types[token_id] = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
+        if types[token_id] != TokenType.UNKNOWN:
+            types[token_id] = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
     for token_id in range(size) if len(by_id) < size else ():
         if token_id not in by_id:
             types[token_id] = TokenType.UNUSED
             by_id[token_id] = padding_piece(token_id)
     matching = {token_id: token.flags for token_id, token in added.items()}
-    return Contents(
-        files.where, [by_id[token_id] for token_id in range(size)], bytes(types), files.merges, None, matching
-    )
+    pieces = [by_id[token_id] for token_id in range(size)]
+    if files.spaces is None:
+        return Contents(files.where, pieces, bytes(types), files.merges, None, matching)
+    unk = files.names.get("unk_token", "")
+    if unk in files.vocab:
+        types[files.vocab[unk]] = TokenType.UNKNOWN
+    return finish_marked(
+        Contents(
+            files.where, pieces, bytes(types), files.merges,
+            None if files.scores is None else [*files.scores, *[0.0] * (size - len(files.scores))], matching, True,
+        )
+    )  # fmt: skip
 
 
 def _read_roles(

@@ -1,6 +1,7 @@
 """The `tokenizer.*` keys of a GGUF file, read and written.
 
-Two forms are read. Today's: pieces in byte-level symbols, with types. The first converter's: tokens as raw bytes,
+`llama` names SentencePiece's vocabularies, with scores, `gpt2` byte-level BPE, with merges. Of the latter two forms
+are read. Today's: pieces in byte-level symbols, with types. The first converter's: tokens as raw bytes,
 every type "normal", merges in symbols all the same. It is recognised by its merges, which join pieces that the
 tokens are only after re-encoding. Today's form is written.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,14 +19,17 @@ from starscope.checkpoint.content import short
 from starscope.errors import TokenizerError, UnsupportedError
 from starscope.gguf.format import Value, ValueType, array, boolean, string, strings, u32
 from starscope.tokenizer.bytelevel import ALPHABET, bytes_to_piece
+from starscope.tokenizer.joining import scores_of
+from starscope.tokenizer.sentencepiece import finish_marked
 from starscope.tokenizer.source import Source, padded, split_merges
-from starscope.tokenizer.structure import check_name
-from starscope.tokenizer.vocabulary import Contents, Roles, TokenType, is_padding
+from starscope.tokenizer.structure import WITH_BOS, check_name
+from starscope.tokenizer.vocabulary import BYTE_PIECES, Contents, Roles, Spaces, TokenType, is_padding
 
 if TYPE_CHECKING:
     from starscope.gguf.reader import GGUFFile
 
-MODEL = "gpt2"  # what the format calls byte-level BPE
+BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # tokenizer.ggml.model
+USUAL_IDS = {"unk": 0, "bos": 1, "eos": 2}  # of SentencePiece, where a file names none
 ROLE_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 END_KEYS = ("eot", "eom")
 FIM_KEYS = {
@@ -36,11 +41,13 @@ FIM_KEYS = {
     "separator": "fim_sep",
 }
 OLD_FIM_KEYS = {"prefix": "prefix", "suffix": "suffix", "middle": "middle"}
-# Switches that change how a text is read and that byte-level BPE does not have.
+# Switches that change how a text is read: those that no vocabulary has here, and those that byte-level BPE has not.
 REFUSED = {
-    "add_space_prefix": "a space before every text",
     "add_eos_token": "an end token after every text",
     "add_sep_token": "a separator after every text",
+}
+OF_SPACES = {
+    "add_space_prefix": "a space before every text",
     "remove_extra_whitespaces": "spaces removed",
 }
 SPECIAL = re.compile(r"<[^<>\s]+>|\[(?:PAD|UNK|CLS|SEP|MASK|BOS|EOS)\]")  # how control tokens are spelled
@@ -51,25 +58,49 @@ def read_metadata(file: GGUFFile, default_pre: str) -> Source:
     model = _text(file, "tokenizer.ggml.model")
     if model is None:
         raise TokenizerError(f"{file.path} has no tokenizer: tokenizer.ggml.model is absent.")
-    if model != MODEL:
-        raise UnsupportedError(
-            f"{file.path}: tokenizer.ggml.model is {short(model)}; supported: {MODEL!r}, byte-level BPE."
-        )
-    for key, what in REFUSED.items():
+    if model not in (BYTE_LEVEL, SENTENCEPIECE):
+        supported = f"{BYTE_LEVEL!r}, byte-level BPE, and {SENTENCEPIECE!r}, SentencePiece"
+        raise UnsupportedError(f"{file.path}: tokenizer.ggml.model is {short(model)}; supported: {supported}.")
+    is_marked = model == SENTENCEPIECE
+    for key, what in REFUSED.items() if is_marked else (REFUSED | OF_SPACES).items():
         if _flag(file, key):
             raise UnsupportedError(f"{file.path}: tokenizer.ggml.{key} asks for {what}, which is not supported.")
-    stated = _text(file, "tokenizer.ggml.pre") or "default"
-    is_assumed = stated == "default"
-    pre = default_pre if is_assumed else stated
+    size = _array(file, "tokens", (ValueType.STRING,)).count
+    roles, templates = _read_roles(file), _read_templates(file)
+    if is_marked:
+        usual = {role: i for role, i in USUAL_IDS.items() if getattr(roles, role) is None and i < size}
+        roles = replace(
+            roles, bos=usual.get("bos", roles.bos), eos=usual.get("eos", roles.eos), unk=usual.get("unk", roles.unk)
+        )
+        return Source(
+            where=str(file.path),
+            size=size,
+            load=lambda: _load_marked(file, roles),
+            pre_tokenizer="default",
+            roles=roles,
+            add_bos=_flag(file, "add_bos_token", roles.bos is not None),
+            spaces=Spaces(
+                "always" if _flag(file, "add_space_prefix", True) else "never",
+                remove_extra=_flag(file, "remove_extra_whitespaces"),
+            ),
+            chat_templates=templates,
+            notes=tuple(
+                f"tokenizer.ggml.{ROLE_KEYS[role]}_token_id is not in the file; {i} is assumed."
+                for role, i in usual.items()
+            ),
+        )
+    name = _text(file, "tokenizer.ggml.pre") or "default"
+    is_assumed = name == "default"
+    pre = check_name(default_pre if is_assumed else name)
     named = "'default'" if "tokenizer.ggml.pre" in file.metadata else "not in the file"
     return Source(
         where=str(file.path),
-        size=_array(file, "tokens", (ValueType.STRING,)).count,
+        size=size,
         load=lambda: _load(file, roles),
-        pre_tokenizer=check_name(pre),
-        roles=(roles := _read_roles(file)),
-        add_bos=_flag(file, "add_bos_token"),
-        chat_templates=_read_templates(file),
+        pre_tokenizer=pre,
+        roles=roles,
+        add_bos=_flag(file, "add_bos_token", pre in WITH_BOS and roles.bos is not None),
+        chat_templates=templates,
         notes=(f"tokenizer.ggml.pre is {named}; {pre} is assumed.",) if is_assumed else (),
         pre_is_assumed=is_assumed,
     )
@@ -104,9 +135,9 @@ def _text(file: GGUFFile, key: str) -> str | None:
     return text
 
 
-def _flag(file: GGUFFile, key: str) -> bool:
+def _flag(file: GGUFFile, key: str, usual: bool = False) -> bool:
     key = f"tokenizer.ggml.{key}"
-    flag = file.get(key, False)
+    flag = file.get(key, usual)
     if not isinstance(flag, bool):
         raise TokenizerError(f"{file.path}: {key} is {short(file.metadata[key])}; expected true or false.")
     return flag
@@ -115,7 +146,7 @@ def _flag(file: GGUFFile, key: str) -> bool:
 def _array(file: GGUFFile, key: str, kinds: Sequence[ValueType]) -> Value:
     value = file.metadata.get(f"tokenizer.ggml.{key}")
     if value is None:
-        raise TokenizerError(f"{file.path} has no tokenizer.ggml.{key}, which byte-level BPE needs.")
+        raise TokenizerError(f"{file.path} has no tokenizer.ggml.{key}, which its vocabulary needs.")
     if value.element_type not in kinds:
         found = value.type.name if value.element_type is None else f"an array of {value.element_type.name}"
         expected = " or ".join(kind.name for kind in kinds)
@@ -142,23 +173,51 @@ def _load(file: GGUFFile, roles: Roles) -> Contents:
     return Contents(where, pieces, types, merges, _read_scores(file, len(tokens)))
 
 
+def _load_marked(file: GGUFFile, roles: Roles) -> Contents:
+    where = str(file.path)
+    pieces = _strings(file, "tokens")
+    types = _read_types(file, len(pieces), TokenType.BYTE)
+    if "tokenizer.ggml.token_type" not in file.metadata:
+        types = _usual_types(pieces, roles)
+    _check_text(pieces, where)
+    scores = _read_scores(file, len(pieces))
+    if scores is None:
+        raise TokenizerError(f"{where} has no tokenizer.ggml.scores, which a SentencePiece vocabulary needs.")
+    return finish_marked(Contents(where, pieces, types, (), scores, marked=True), roles.fim.values())
+
+
+def _usual_types(pieces: Sequence[str], roles: Roles) -> bytes:
+    """The types of a file that has none: byte tokens by their spelling, control tokens by their role."""
+    bytes_ = set(BYTE_PIECES)
+    types = bytearray(TokenType.BYTE if piece in bytes_ else TokenType.NORMAL for piece in pieces)
+    for token_id, kind in (
+        (roles.bos, TokenType.CONTROL),
+        (roles.eos, TokenType.CONTROL),
+        (roles.unk, TokenType.UNKNOWN),
+    ):
+        if token_id is not None:
+            types[token_id] = kind
+    return bytes(types)
+
+
 def _strings(file: GGUFFile, key: str) -> list[str]:
     data = _array(file, key, (ValueType.STRING,)).data
     assert isinstance(data, list)
     return data
 
 
-def _read_types(file: GGUFFile, size: int) -> bytes:
-    """One byte a token; all NORMAL when the file says nothing."""
+def _read_types(file: GGUFFile, size: int, last: TokenType = TokenType.UNUSED) -> bytes:
+    """One byte a token, `last` the highest; all NORMAL when the file says nothing."""
     if "tokenizer.ggml.token_type" not in file.metadata:
         return bytes([TokenType.NORMAL]) * size
     types = np.asarray(_array(file, "token_type", (ValueType.INT32, ValueType.UINT32)).data)
     if len(types) != size:
         raise TokenizerError(f"{file.path} has {size} tokens and {len(types)} token types; expected as many.")
-    unknown = np.flatnonzero((types < TokenType.NORMAL) | (types >= TokenType.BYTE))
+    unknown = np.flatnonzero((types < TokenType.NORMAL) | (types > last))
     if len(unknown):
         found = f"token {unknown[0]} has type {types[unknown[0]]}"
-        raise TokenizerError(f"{file.path}: {found}; expected 1 to 5 (a byte-level vocabulary has no byte tokens).")
+        why = "" if last == TokenType.BYTE else " (a byte-level vocabulary has no byte tokens)"
+        raise TokenizerError(f"{file.path}: {found}; expected 1 to {last:d}{why}.")
     return types.astype(np.uint8).tobytes()
 
 
@@ -233,15 +292,28 @@ def write_metadata(
         **{FIM_KEYS[role]: token_id for role, token_id in fim.items()},
     }
     return {
-        "tokenizer.ggml.model": string(MODEL),
+        "tokenizer.ggml.model": string(SENTENCEPIECE if contents.marked else BYTE_LEVEL),
         "tokenizer.ggml.pre": string(source.pre_tokenizer),
         "tokenizer.ggml.tokens": strings(contents.pieces),
-        "tokenizer.ggml.token_type": array(ValueType.INT32, np.frombuffer(contents.types, np.uint8).astype("<i4")),
-        "tokenizer.ggml.merges": strings(f"{left} {right}" for left, right in contents.merges),
+        **_write_joining(source.spaces, contents),
         **{f"tokenizer.ggml.{key}_token_id": u32(token_id) for key, token_id in ids.items() if token_id is not None},
         "tokenizer.ggml.add_bos_token": boolean(source.add_bos),
         **_write_templates(source.chat_templates),
     }
+
+
+def _write_joining(spaces: Spaces | None, contents: Contents) -> dict[str, Value]:
+    """What pieces are joined by, types, and what is done with spaces."""
+    types = array(ValueType.INT32, np.frombuffer(contents.types, np.uint8).astype("<i4"))
+    if spaces is None:
+        merges = strings(f"{left} {right}" for left, right in contents.merges)
+        return {"tokenizer.ggml.token_type": types, "tokenizer.ggml.merges": merges}
+    written = {
+        "tokenizer.ggml.scores": array(ValueType.FLOAT32, np.asarray(scores_of(contents), "<f4")),
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.add_space_prefix": boolean(spaces.prefix != "never"),
+    }
+    return written | ({"tokenizer.ggml.remove_extra_whitespaces": boolean(True)} if spaces.remove_extra else {})
 
 
 def _write_templates(templates: Mapping[str, str]) -> dict[str, Value]:

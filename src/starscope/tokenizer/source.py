@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from starscope.checkpoint.content import short
 from starscope.errors import TokenizerError
-from starscope.tokenizer.vocabulary import Contents, Roles, TokenType, padding_piece
+from starscope.tokenizer.vocabulary import Contents, Roles, Spaces, TokenType, padding_piece
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Source:
     pre_tokenizer: str  # the GGUF name
     roles: Roles
     add_bos: bool
+    spaces: Spaces | None = None  # of a SentencePiece vocabulary; None: byte-level BPE
     chat_templates: Mapping[str, str] = field(default_factory=dict)  # "default" and others by name
     notes: tuple[str, ...] = ()  # what was assumed or left out, for a person
     pre_is_assumed: bool = False

@@ -17,11 +17,37 @@ from starscope.errors import TokenizerError, UnsupportedError
 if TYPE_CHECKING:
     from tokenizers.pre_tokenizers import PreTokenizer
 
+DIGITS = "Digits(individual_digits=true)"
+BYTES = "ByteLevel(use_regex=false)"
+WHOLE = "ignore_merges"  # not a step, but said beside them: a word that is a token is not cut, whatever the merges
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+LETTERS = (  # those with upper and lower case, and their like
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼ"
+    "ℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+
+
+def _split(pattern: str) -> str:
+    return f"Split({pattern})"
+
+
+_LINES, _CJK = _split("[\r\n]"), _split("[一-龥ࠀ-一가-퟿]+")
 # Steps -> the names that GGUF files give them; the first is the one that is written.
 STRUCTURES = {
     ("ByteLevel",): ("gpt-2", "phi-2", "mellum"),
-    ("Digits(individual_digits=true)", "ByteLevel"): ("starcoder", "refact", "smollm", "codeshell", "mellum2"),
-}
+    (DIGITS, "ByteLevel"): ("starcoder", "refact", "smollm", "codeshell", "mellum2"),
+    (WHOLE, _split(LLAMA_3), BYTES): ("llama-bpe", "llama3", "llama-v3"),
+    (_split(LLAMA_3), BYTES): ("smaug-bpe", "dbrx"),
+    (_LINES, _split(r"\s?\p{L}+"), _split(r"\s?\p{P}+"), _CJK, DIGITS, BYTES): ("deepseek-coder",),
+    (
+        _LINES, _split(rf"\s?[{LETTERS}]+"), _split(r"\s?[!-/:-~！-／：-～‘-‟　-。]+"), _split(r"\s+$"), _CJK,
+        DIGITS, BYTES,
+    ): ("deepseek-llm",),
+}  # fmt: skip
+WITH_BOS = frozenset(("llama-bpe", "llama3", "llama-v3"))  # a file that does not say it means bos before every text
 # Options that change nothing at these values; trim_offsets (None: any value) moves offsets, which are not used.
 NEUTRAL: dict[str, dict[str, bool | None]] = {
     "ByteLevel": {"add_prefix_space": False, "use_regex": True, "trim_offsets": None},
@@ -30,13 +56,19 @@ NEUTRAL: dict[str, dict[str, bool | None]] = {
 _STEPS = {name: steps for steps, names in STRUCTURES.items() for name in names}
 
 
-def find_name(pre_tokenizer: Any) -> str:
+def find_name(pre_tokenizer: Any, ignore_merges: bool = False) -> str:
     """The GGUF name of the `pre_tokenizer` of a tokenizer.json. UnsupportedError says which steps it has."""
-    steps = tuple(_describe(step) for step in flatten(pre_tokenizer, "pretokenizers", "pre-tokenizer"))
+    found = [_describe(step) for step in flatten(pre_tokenizer, "pretokenizers", "pre-tokenizer")]
+    steps = (WHOLE, *found) if ignore_merges else tuple(found)
     if steps not in STRUCTURES:
-        known = "; ".join(f"{' + '.join(steps)} ({', '.join(names)})" for steps, names in STRUCTURES.items())
-        raise UnsupportedError(f"the pre-tokenizer is {cut(' + '.join(steps)) or 'absent'}; known: {known}.")
+        known = "; ".join(f"{_brief(steps)} ({', '.join(names)})" for steps, names in STRUCTURES.items())
+        raise UnsupportedError(f"the pre-tokenizer is {_brief(steps) or 'absent'}; known: {known}.")
     return STRUCTURES[steps][0]
+
+
+def _brief(steps: tuple[str, ...]) -> str:
+    """Steps for a message, on one line."""
+    return cut(" + ".join(steps).replace("\r", r"\r").replace("\n", r"\n"))
 
 
 def check_name(name: str) -> str:
@@ -46,18 +78,23 @@ def check_name(name: str) -> str:
     return name
 
 
+def ignores_merges(name: str) -> bool:
+    """Whether a word that is a token becomes that token without any merge."""
+    return WHOLE in _STEPS.get(name, ())
+
+
 def make_pre_tokenizer(name: str) -> PreTokenizer:
     """The `tokenizers` object that cuts a text as `name` says."""
-    from tokenizers import pre_tokenizers
+    from tokenizers import Regex, pre_tokenizers
 
-    def byte_level() -> PreTokenizer:
-        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    def make(step: str) -> PreTokenizer:
+        if step == DIGITS:
+            return pre_tokenizers.Digits(individual_digits=True)
+        if step in ("ByteLevel", BYTES):
+            return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=step != BYTES)
+        return pre_tokenizers.Split(Regex(step[len("Split(") : -1]), "isolated")
 
-    def digits() -> PreTokenizer:
-        return pre_tokenizers.Digits(individual_digits=True)
-
-    makers = {"ByteLevel": byte_level, "Digits(individual_digits=true)": digits}
-    return pre_tokenizers.Sequence([makers[step]() for step in _STEPS[check_name(name)]])
+    return pre_tokenizers.Sequence([make(step) for step in _STEPS[check_name(name)] if step != WHOLE])
 
 
 def flatten(part: Any, key: str, what: str) -> list[dict[str, Any]]:
@@ -79,6 +116,10 @@ def flatten(part: Any, key: str, what: str) -> list[dict[str, Any]]:
 
 def _describe(step: dict[str, Any]) -> str:
     """A step's type with every option that changes what it does, so that an unknown option is an unknown step."""
+    pattern = step.get("pattern")
+    isolated = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    if step == isolated and isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str) and len(pattern) == 1:
+        return _split(pattern["Regex"])
     neutral = NEUTRAL.get(step["type"], {})
     options = [
         f"{name}={str(value).lower() if isinstance(value, bool) else value}"

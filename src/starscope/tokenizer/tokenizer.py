@@ -23,8 +23,16 @@ from starscope.tokenizer.encoder import Encoder
 from starscope.tokenizer.files import tokenizer_files
 from starscope.tokenizer.folder import read_folder
 from starscope.tokenizer.metadata import read_metadata, write_metadata
+from starscope.tokenizer.sentencepiece import ScoreEncoder
 from starscope.tokenizer.source import Source, padded
-from starscope.tokenizer.vocabulary import END_SPELLINGS, FIM_SPELLINGS, Contents, FimTokens, Vocabulary
+from starscope.tokenizer.vocabulary import (
+    END_SPELLINGS,
+    FIM_SPELLINGS,
+    VERBATIM,
+    Contents,
+    FimTokens,
+    Vocabulary,
+)
 
 if TYPE_CHECKING:
     from starscope.gguf.format import Value
@@ -32,7 +40,11 @@ if TYPE_CHECKING:
 
 
 class Tokenizer:
-    """A byte-level BPE tokenizer. `add_bos`: whether the model expects bos before a prompt; `encode` never adds it."""
+    """A BPE tokenizer. `add_bos`: whether the model expects bos before a prompt; `encode` never adds it.
+
+    It is byte-level, or one of SentencePiece, which may put a space before a text. That space is a part of the first
+    token and not of the text: `decode` leaves it out, `spelled` has it.
+    """
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -75,28 +87,48 @@ class Tokenizer:
         return self._source.load()
 
     @cached_property
-    def _encoder(self) -> Encoder:
-        return Encoder(self._contents, self.pre_tokenizer)
+    def _encoder(self) -> Encoder | ScoreEncoder:
+        contents, spaces = self._contents, self._source.spaces
+        # Markers are no text, though a file may call them user-defined.
+        hidden = {i for i in (*self._fim_ids.values(), *self.stop_ids) if contents.types[i] in VERBATIM}
+        if spaces is not None and not contents.merges:
+            return ScoreEncoder(contents, spaces, hidden)
+        return Encoder(contents, self.pre_tokenizer, spaces, hidden)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """Piece, score and type of every id."""
         return Vocabulary(self._contents)
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
+    def encode(self, text: str, special: bool = False, begins: bool = True) -> list[int]:
         """The ids of a text. Control tokens that it spells become their ids with `special`, and plain text without.
+
+        `begins=False`: the text goes on from another one, and gets no space before it where the tokenizer puts one.
 
         TokenizerError when the text holds half a surrogate pair, or a byte that the vocabulary cannot write.
         """
-        return self._encoder.encode(text, special)
+        return self._encoder.encode(text, special, begins)
+
+    def spelled(self, text: str) -> str:
+        """What the bytes of a text's tokens are: the text, with the space that the tokenizer puts before it."""
+        spaces = self._source.spaces
+        if not text or spaces is None or spaces.prefix == "never" or (spaces.unless_there and text.startswith(" ")):
+            return text
+        return f" {text}"
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text, as `encode` gives them one by one; on all cores."""
         return self._encoder.encode_batch(texts)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of all tokens' bytes; control tokens are their spelling, invalid UTF-8 is U+FFFD."""
-        return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+        """The text of all tokens' bytes; control tokens are their spelling, invalid UTF-8 is U+FFFD.
+
+        Without the space that the tokenizer puts before a text.
+        """
+        if not self._puts_space:
+            return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+        stream = self.stream()
+        return "".join([*map(stream.push, ids), stream.finish()])
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; none for padding. TokenizerError for an id outside the vocabulary."""
@@ -112,9 +144,19 @@ class Tokenizer:
         data = self.token_bytes(token_id)
         return data.decode("utf-8", "backslashreplace") if data else self._contents.pieces[token_id]
 
-    def stream(self) -> Detokenizer:
-        """A detokenizer for one sequence of ids."""
-        return Detokenizer(self.token_bytes)
+    def stream(self, after: Iterable[int] = ()) -> Detokenizer:
+        """A detokenizer for one sequence of ids, which goes on from the ids `after`.
+
+        Where those hold no text yet, the space that the tokenizer puts before a text is left out.
+        """
+        before_text = {token_id for token_id in (self.bos_id, self.eos_id) if token_id is not None}
+        begins = self._puts_space and all(token_id in before_text for token_id in after)
+        return Detokenizer(self.token_bytes, drops_space=begins, before_text=before_text)
+
+    @property
+    def _puts_space(self) -> bool:
+        spaces = self._source.spaces
+        return spaces is not None and spaces.prefix != "never"
 
     def agreeing_ids(self, data: bytes, without: Collection[int] = ()) -> list[int]:
         """The tokens of text that can come next where a text goes on with `data`, ascending (see `Continuations`)."""

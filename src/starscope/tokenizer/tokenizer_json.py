@@ -1,4 +1,6 @@
-"""tokenizer.json: the file of the `tokenizers` library, read as far as a byte-level BPE model needs it.
+"""tokenizer.json: the file of the `tokenizers` library, read as far as a BPE model needs it.
+
+The model is byte-level, or, with `byte_fallback`, one of SentencePiece.
 
 Every part that would change the ids of a text is read or refused in words. Truncation and padding are left: they are
 about batches, and a caller's choice. So is the unknown token: it would stand for bytes without a symbol, and a text
@@ -7,7 +9,7 @@ with such bytes is refused instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ from starscope.checkpoint import read_json
 from starscope.checkpoint.content import cut, short, switch
 from starscope.errors import TokenizerError, UnsupportedError
 from starscope.tokenizer.source import split_merges
+from starscope.tokenizer.spaces import check_decoder, read_spaces
 from starscope.tokenizer.structure import find_name, flatten
-from starscope.tokenizer.vocabulary import Matching
+from starscope.tokenizer.vocabulary import BYTE_PIECES, Matching, Spaces, TokenType
 
 TOP_KEYS = (
     "version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder",
@@ -26,8 +29,8 @@ TOP_KEYS = (
 # Keys of the model, with the values that change nothing; None: any value.
 MODEL_KEYS: dict[str, tuple[Any, ...] | None] = {
     "type": None, "vocab": None, "merges": None, "unk_token": None, "fuse_unk": None, "dropout": (None, 0.0),
-    "continuing_subword_prefix": (None, ""), "end_of_word_suffix": (None, ""), "byte_fallback": (None, False),
-    "ignore_merges": (None, False),
+    "continuing_subword_prefix": (None, ""), "end_of_word_suffix": (None, ""), "byte_fallback": (None, False, True),
+    "ignore_merges": (None, False, True),
 }  # fmt: skip
 
 
@@ -52,6 +55,9 @@ class Files:
     pre_tokenizer: str
     bos: int | None = None  # the id that is put before every text
     names: Mapping[str, str] = field(default_factory=dict)  # special tokens that these files imply
+    spaces: Spaces | None = None  # of a SentencePiece vocabulary
+    scores: Sequence[float] | None = None  # of the ids of `vocab`
+    types: Mapping[int, TokenType] = field(default_factory=dict)  # those that the files say
 
 
 def read_tokenizer_json(path: Path) -> Files:
@@ -64,27 +70,39 @@ def read_tokenizer_json(path: Path) -> Files:
     if not isinstance(model, dict):
         raise TokenizerError(f"{path} has no model; expected the vocabulary and merges of a BPE model.")
     _check_model(model, path)
-    decoder = data.get("decoder")
-    if decoder is not None and _type_of(decoder) != "ByteLevel":
-        raise UnsupportedError(f"{path}: the decoder is {_type_of(decoder)}; supported: ByteLevel.")
     try:
+        decoder = flatten(data.get("decoder"), "decoders", "decoder")
         normalizer = flatten(data.get("normalizer"), "normalizers", "normalizer")
-        pre_tokenizer = find_name(data.get("pre_tokenizer"))
+        steps = flatten(data.get("pre_tokenizer"), "pretokenizers", "pre-tokenizer")
         bos = read_post_processor(data.get("post_processor"))
+        if model.get("byte_fallback"):
+            spaces, pre_tokenizer = read_spaces(normalizer, steps), "default"
+            check_decoder(decoder)
+        else:
+            spaces, pre_tokenizer = None, find_name(data.get("pre_tokenizer"), bool(model.get("ignore_merges")))
+            _check_byte_level(decoder, normalizer)
     except (TokenizerError, UnsupportedError) as error:
         raise type(error)(f"{path}: {error.message}") from None
-    if normalizer:
-        raise UnsupportedError(f"{path}: the normalizer is {_type_of(normalizer[0])}; supported: none.")
     unk = model.get("unk_token")
+    vocab = checked_vocab(model.get("vocab"), path)
     return Files(
         where=str(path),
-        vocab=checked_vocab(model.get("vocab"), path),
+        vocab=vocab,
         merges=_read_merges(model.get("merges"), path),
         added=_read_added_tokens(data.get("added_tokens"), path),
         pre_tokenizer=pre_tokenizer,
         bos=bos,
         names={"unk_token": unk} if isinstance(unk, str) else {},
+        spaces=spaces,
+        types={} if spaces is None else {vocab[piece]: TokenType.BYTE for piece in BYTE_PIECES if piece in vocab},
     )
+
+
+def _check_byte_level(decoder: list[dict[str, Any]], normalizer: list[dict[str, Any]]) -> None:
+    if decoder and [step["type"] for step in decoder] != ["ByteLevel"]:
+        raise UnsupportedError(f"the decoder is {_type_of(decoder[0])}; supported: ByteLevel.")
+    if normalizer:
+        raise UnsupportedError(f"the normalizer is {_type_of(normalizer[0])}; supported: none.")
 
 
 def _check_model(model: Mapping[str, Any], path: Path) -> None:
@@ -97,6 +115,8 @@ def _check_model(model: Mapping[str, Any], path: Path) -> None:
         if allowed is not None and value not in allowed:
             expected = " or ".join(map(repr, allowed))
             raise UnsupportedError(f"{path}: the model's {key} is {short(value)}; supported: {expected}.")
+    if model.get("byte_fallback") and model.get("ignore_merges"):
+        raise UnsupportedError(f"{path}: the model has byte_fallback and ignore_merges; supported: one of them.")
 
 
 def _type_of(part: Any) -> str:

@@ -1,7 +1,8 @@
-"""What every source of a tokenizer comes down to: pieces with types, merges, and the roles that some ids play.
+"""What every source of a tokenizer comes down to: pieces with types, merges or scores, and the roles of some ids.
 
-A piece is spelled as a GGUF file spells it: ordinary tokens in byte-level symbols, control and user-defined tokens
-as their text. An id that the source leaves empty is `[PAD{id}]`, unused: it stands for no text.
+A piece is spelled as a GGUF file spells it. Ordinary tokens are in byte-level symbols, or, in a vocabulary of
+SentencePiece, text with `▁` for a space, beside a token `<0x0A>` for each byte. Control and user-defined tokens are
+their text. An id that the source leaves empty is `[PAD{id}]`, unused: it stands for no text.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import overload
+from typing import Literal, overload
 
 from starscope.checkpoint.content import short
 from starscope.errors import TokenizerError
@@ -29,6 +30,8 @@ class TokenType(IntEnum):
 
 HIDDEN = frozenset((TokenType.CONTROL, TokenType.UNKNOWN))  # types whose text is parsed on request alone
 VERBATIM = HIDDEN | {TokenType.USER_DEFINED}  # types whose piece is the text itself
+SPACE = "▁"  # how SentencePiece writes a space inside a piece
+BYTE_PIECES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,18 @@ class FimTokens:
 
 # How released vocabularies spell each role.
 FIM_SPELLINGS = {
-    "prefix":    ("<fim_prefix>", "<fim-prefix>", "<|fim_prefix|>"),
-    "suffix":    ("<fim_suffix>", "<fim-suffix>", "<|fim_suffix|>"),
-    "middle":    ("<fim_middle>", "<fim-middle>", "<|fim_middle|>"),
+    "prefix":    ("<fim_prefix>", "<fim-prefix>", "<|fim_prefix|>", "▁<PRE>", "<｜fim▁begin｜>"),
+    "suffix":    ("<fim_suffix>", "<fim-suffix>", "<|fim_suffix|>", "▁<SUF>", "<｜fim▁hole｜>"),
+    "middle":    ("<fim_middle>", "<fim-middle>", "<|fim_middle|>", "▁<MID>", "<｜fim▁end｜>"),
     "pad":       ("<fim_pad>", "<fim-pad>", "<|fim_pad|>"),
     "repo":      ("<reponame>", "<repo_name>", "<|repo_name|>"),
     "separator": ("<filename>", "<file_sep>", "<|file_sep|>"),
 }  # fmt: skip
-END_SPELLINGS = ("<|endoftext|>", "<|end|>", "<|im_end|>")
+END_SPELLINGS = (
+    "<|endoftext|>", "<|end|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "▁<EOT>",
+    "<｜end▁of▁sentence｜>", "<|EOT|>",
+)  # fmt: skip
+MARKERS = frozenset(spelling for spellings in FIM_SPELLINGS.values() for spelling in spellings) | set(END_SPELLINGS)
 
 
 @dataclass(frozen=True)
@@ -87,8 +94,21 @@ class Matching:
 
 
 @dataclass(frozen=True)
+class Spaces:
+    """What a SentencePiece tokenizer does with the spaces of a text, before `▁` stands for each."""
+
+    prefix: Literal["never", "first", "always"] = "always"  # one more: at the beginning, or after special tokens too
+    unless_there: bool = False  # not before a text that begins with a space
+    remove_extra: bool = False  # no spaces at the ends, one between words
+
+
+@dataclass(frozen=True)
 class Contents:
-    """A vocabulary with its merges. `types` has one byte an id; `matching` only what differs from the default."""
+    """A vocabulary with its merges. `types` has one byte an id; `matching` only what differs from the default.
+
+    `marked`: pieces as SentencePiece writes them. Their merges are those listed; where none are, what two tokens
+    join to by `scores`, the highest first.
+    """
 
     where: str  # the file or folder, for messages
     pieces: Sequence[str]
@@ -96,6 +116,7 @@ class Contents:
     merges: Sequence[tuple[str, str]]
     scores: Sequence[float] | None = None
     matching: Mapping[int, Matching] = field(default_factory=dict)
+    marked: bool = False
 
     def __post_init__(self) -> None:
         if len(set(self.pieces)) != len(self.pieces):
@@ -110,7 +131,13 @@ class Contents:
         piece = self.pieces[token_id]
         if is_padding(token_id, piece):
             return b""
-        return piece.encode() if self.types[token_id] in VERBATIM else piece_to_bytes(piece)
+        if self.types[token_id] in VERBATIM:
+            return piece.encode()
+        if not self.marked:
+            return piece_to_bytes(piece)
+        if self.types[token_id] == TokenType.BYTE:
+            return bytes.fromhex(piece[3:5])
+        return piece.replace(SPACE, " ").encode()
 
 
 def padding_piece(token_id: int) -> str:
