@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -104,6 +104,7 @@ def convert(
             notes += mapped.notes
         expands = expand_mqa and not vocab_only
         tensors, keys = _expanded(mapped, family, hp) if expands else (_tensors(mapped), {})
+        tensors = [_with_rows(tensor, tensor.slot.gguf_order) for tensor in tensors]
         if expands and hp.num_kv_heads > 1:
             notes.append(f"every query head has a key head of its own already ({hp.num_kv_heads}); none is repeated.")
         formats, fallen = choose_formats([t.slot for t in tensors], recipe)
@@ -273,12 +274,12 @@ def _expanded(
     if family.expand is None:
         raise UsageError(f"{family.name} has no form with repeated keys and values.")
     copies, keys = family.expand(hp) if hp.num_kv_heads == 1 else ({}, family.expand(hp)[1])
-    tensors = [_repeated(tensor, copies) for tensor in _tensors(mapped)]
+    tensors = [_with_rows(tensor, copies.get(tensor.slot.gguf)) for tensor in _tensors(mapped)]
     return tensors, {f"{family.gguf_architecture}.{key}": u32(value) for key, value in keys.items()}
 
 
-def _repeated(tensor: MappedTensor, copies: Mapping[str, np.ndarray]) -> MappedTensor:
-    wanted = copies.get(tensor.slot.gguf)
+def _with_rows(tensor: MappedTensor, wanted: np.ndarray | None) -> MappedTensor:
+    """The tensor whose row i is row `wanted[i]` of this one."""
     if wanted is None:
         return tensor
     return replace(tensor, rows=wanted if tensor.rows is None else tensor.rows[wanted])

@@ -16,6 +16,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,7 +88,9 @@ class HParam:
 
     `gguf` is the key without the architecture's prefix (None: not stored); `hf` the config key, or a function of
     the config; `reads` the config keys that such a function looks at. `also` are older GGUF keys that win when
-    present. `default` stands in when a file or a config lacks the key (None: required).
+    present. `default` stands in when a file or a config lacks the key (None: required); it may be a function of the
+    values of the rows before. `tensor` names one whose presence in a GGUF file is the value. `optional`: not written
+    where it is the default.
     """
 
     name: str
@@ -98,25 +101,36 @@ class HParam:
     also: tuple[str, ...] = ()
     default: Any = None
     choices: Mapping[str, str] | None = None  # spelling in a config -> standard spelling
+    tensor: str | None = None
+    optional: bool = False
+
+    def default_of(self, values: Mapping[str, Any]) -> Any:
+        """The default, given the values of the rows before this one; None when the value has to be there."""
+        return self.default(values) if callable(self.default) else self.default
 
 
 @dataclass(frozen=True)
 class Tensor:
     """One row of a family's TENSORS table: a weight `[out in]` (or a vector), and its bias when `bias`.
 
-    `{i}` stands for the block. `shape` is written with hyperparameter names, `+` and `*`. `hf_rows` gives, for each
-    of our rows, the row of the Hugging Face tensor it is (None: the same). `tied_to` names the tensor that takes
-    its place when it is absent. `always_f32`: never stored in a smaller type.
+    `{i}` stands for the block. `shape` is written with hyperparameter names, `+` and `*`. `hf_rows` and `gguf_rows`
+    give, for each of our rows, the row of the Hugging Face or of the GGUF tensor it is (None: the same). `tied_to`
+    names the tensor that takes its place when it is absent. `always_f32`: never stored in a smaller type. `bias` and
+    `when` may name a hyperparameter that says whether there is such a tensor. `made`: no checkpoint stores it, and
+    training leaves it alone; its values follow from the hyperparameters.
     """
 
     name: str
     gguf: str
     hf: str
     shape: str
-    bias: bool = False
+    bias: bool | str = False
     always_f32: bool = False
     hf_rows: Callable[[HParams], np.ndarray | None] | None = None
+    gguf_rows: Callable[[HParams], np.ndarray | None] | None = None
     tied_to: str | None = None
+    when: str | None = None
+    made: Callable[[HParams], np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
@@ -144,11 +158,18 @@ class Slot:
     shape: tuple[int, ...]
     always_f32: bool
     hf_rows: np.ndarray | None = field(compare=False, default=None)
+    gguf_rows: np.ndarray | None = field(compare=False, default=None)
     tied_to: str | None = None
+    made: Callable[[], np.ndarray] | None = field(compare=False, default=None)
 
     @property
     def parameters(self) -> int:
         return int(np.prod(self.shape))
+
+    @property
+    def gguf_order(self) -> np.ndarray | None:
+        """For each row of the GGUF tensor, which of ours it is: the inverse of `gguf_rows`."""
+        return None if self.gguf_rows is None else np.argsort(self.gguf_rows)
 
 
 @dataclass(frozen=True)
@@ -178,6 +199,9 @@ class Family:
     fold: Callable[[HParams, GGUFFile], tuple[HParams, Mapping[str, np.ndarray]]] | None = None
     expand: Callable[[HParams], tuple[Mapping[str, np.ndarray], Mapping[str, int]]] | None = None
     config: Callable[[HParams], Config] | None = None  # the keys that HPARAMS' functions read, from what they gave
+    usual: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None  # what follows from a new model's other sizes
+    stretch: Callable[[HParams, int], HParams] | None = None  # the sizes for a context longer than the trained one
+    tied_by_default: bool = True  # what a config says that does not mention it
 
     def slots(self, hp: HParams) -> list[Slot]:
         """Every tensor of the model, in file order: the embeddings, block after block, the head."""
@@ -200,24 +224,25 @@ class Family:
 
 
 def _slots_of_row(row: Tensor, hp: HParams, layer: int | None) -> list[Slot]:
+    if row.when and not hp[row.when]:
+        return []
     shape = tuple(_evaluate(axis, hp) for axis in row.shape.split())
-    rows = row.hf_rows(hp) if row.hf_rows else None
+    hf_rows, gguf_rows = (order(hp) if order else None for order in (row.hf_rows, row.gguf_rows))
     name, gguf, hf = (text.format(i=layer) for text in (row.name, row.gguf, row.hf))
-    vector = len(shape) == 1
-    slots = [
-        Slot(
-            f"{name}.weight",
-            f"{gguf}.weight",
-            f"{hf}.weight",
-            shape,
-            row.always_f32 or vector,
-            rows,
-            f"{row.tied_to}.weight" if row.tied_to else None,
-        )
-    ]
-    if row.bias:
-        slots.append(Slot(f"{name}.bias", f"{gguf}.bias", f"{hf}.bias", shape[:1], True, rows))
-    return slots
+    weight = Slot(
+        f"{name}.weight",
+        f"{gguf}.weight",
+        f"{hf}.weight",
+        shape,
+        row.always_f32 or len(shape) == 1,
+        hf_rows,
+        gguf_rows,
+        tied_to=f"{row.tied_to}.weight" if row.tied_to else None,
+        made=partial(row.made, hp) if row.made else None,
+    )
+    if not (hp[row.bias] if isinstance(row.bias, str) else row.bias):
+        return [weight]
+    return [weight, Slot(f"{name}.bias", f"{gguf}.bias", f"{hf}.bias", shape[:1], True, hf_rows, gguf_rows)]
 
 
 def _evaluate(expression: str, hp: HParams) -> int:
@@ -303,7 +328,7 @@ def make_hparams(family: Family, values: Mapping[str, Any], names: Mapping[str, 
             key = (names or {}).get(name, name)
             what = "" if key == name else f" for {name}"
             raise CheckpointError(f"{key} is {short(hp[name])}; expected 1 to {most}{what}.")
-    if hp.hidden_size % hp.num_heads or hp.num_heads % hp.num_kv_heads:
+    if ("head_dim" not in hp and hp.hidden_size % hp.num_heads) or hp.num_heads % hp.num_kv_heads:
         raise CheckpointError(
             f"hidden_size {hp.hidden_size}, num_heads {hp.num_heads}, num_kv_heads {hp.num_kv_heads}: "
             "expected the heads to divide the hidden size and the key heads to divide the heads."
@@ -350,7 +375,8 @@ def read_config(
             raise CheckpointError(
                 f"config.json has no {missing.args[0]!r}; {family.name} needs it for {row.name}."
             ) from None
-        values[row.name] = _checked(row, value, f"config.json: {names.get(row.name, row.name)}", CheckpointError)
+        where = f"config.json: {names.get(row.name, row.name)}"
+        values[row.name] = _checked(row, value, values, where, CheckpointError)
     try:
         return make_hparams(family, values, names)
     except CheckpointError as error:
@@ -387,10 +413,13 @@ def hparams_from_metadata(family: Family, file: GGUFFile) -> HParams:
         if row.name == "vocab_size":
             values["vocab_size"] = _vocab_size(family, file)
             continue
+        if row.tensor is not None:
+            values[row.name] = row.tensor in file.tensors
+            continue
         keys = [f"{family.gguf_architecture}.{key}" for key in (*row.also, row.gguf) if key]
         names[row.name] = next((key for key in keys if key in file.metadata), keys[-1])
         value = file.get(names[row.name])
-        values[row.name] = _checked(row, value, f"{file.path}: {names[row.name]}", GGUFError)
+        values[row.name] = _checked(row, value, values, f"{file.path}: {names[row.name]}", GGUFError)
     try:
         hp = make_hparams(family, values, names)
     except CheckpointError as error:
@@ -427,16 +456,17 @@ def metadata_from_hparams(family: Family, hp: HParams) -> dict[str, gguf_format.
         str: gguf_format.string,
         bool: gguf_format.boolean,
     }
-    return {
-        f"{family.gguf_architecture}.{row.gguf}": make[row.kind](hp[row.name]) for row in family.hparams if row.gguf
-    }
+    written = (row for row in family.hparams if row.gguf and not (row.optional and hp[row.name] == row.default_of(hp)))
+    return {f"{family.gguf_architecture}.{row.gguf}": make[row.kind](hp[row.name]) for row in written}
 
 
-def _checked(row: HParam, value: Any, where: str, error: type[CheckpointError] | type[GGUFError]) -> Scalar:
+def _checked(
+    row: HParam, value: Any, before: Mapping[str, Any], where: str, error: type[CheckpointError] | type[GGUFError]
+) -> Scalar:
     if value is None:
-        if row.default is None:
+        value = row.default_of(before)
+        if value is None:
             raise error(f"{where} is missing; expected a value for {row.name}.")
-        value = row.default
     if not is_of(value, row.kind):
         raise error(f"{where} is {short(value)}; expected {WORDS[row.kind]} for {row.name}.")
     if row.choices is not None:

@@ -16,7 +16,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from starscope.checkpoint import Checkpoint, CheckpointTensor
+from starscope.checkpoint import Checkpoint, CheckpointTensor, ComputedTensor
 from starscope.checkpoint.content import cut, switch
 from starscope.errors import CheckpointError
 from starscope.family import Family, HParams, Slot, find_family_for_config, read_config
@@ -118,9 +118,14 @@ def map_checkpoint(checkpoint: Checkpoint, allow_unknown: Sequence[str] = ()) ->
     if "vocab_size" not in checkpoint.config:
         notes.append(f"config.json has no vocab_size; the embedding has {rows} rows.")
     chosen = {slot.name: stored[slot.hf] for slot in slots if slot.hf in stored}
+    config = checkpoint.folder / "config.json"
+    made = ((slot, slot.made()) for slot in slots if slot.made)
+    chosen |= {slot.name: ComputedTensor(slot.name, "F32", slot.shape, config, values) for slot, values in made}
     for slot in slots:
         if slot.tied_to:
-            notes += _settle_tie(checkpoint, slot, next(other for other in slots if other.name == slot.tied_to), chosen)
+            notes += _settle_tie(
+                checkpoint, family, slot, next(other for other in slots if other.name == slot.tied_to), chosen
+            )
     _check_complete(checkpoint, family, hp, slots, stored, chosen)
     for slot in slots:
         if slot.name in chosen:
@@ -142,7 +147,7 @@ def count_parameters(family: Family, checkpoint: Checkpoint, hp: HParams) -> int
     """
     stored, slots = _as_the_table_has_them(family, checkpoint), family.slots(hp)
     spellings = {slot.name: slot.hf for slot in slots}
-    says_tied = _says_tied(checkpoint)
+    says_tied = _says_tied(checkpoint, family)
     copies = {slot.hf for slot in slots if says_tied and slot.tied_to and spellings[slot.tied_to] in stored}
     return sum(prod(stored[slot.hf].shape) for slot in slots if slot.hf in stored and slot.hf not in copies)
 
@@ -163,16 +168,19 @@ def _embedding_rows(family: Family, stored: Mapping[str, CheckpointTensor]) -> i
     return found[0].shape[0] if found and found[0].shape else None
 
 
-def _says_tied(checkpoint: Checkpoint) -> bool:
-    return switch(checkpoint.config, TIE_KEY, True, f"{checkpoint.folder / 'config.json'}")
+def _says_tied(checkpoint: Checkpoint, family: Family) -> bool:
+    return switch(checkpoint.config, TIE_KEY, family.tied_by_default, f"{checkpoint.folder / 'config.json'}")
 
 
-def _settle_tie(checkpoint: Checkpoint, slot: Slot, other: Slot, chosen: dict[str, CheckpointTensor]) -> list[str]:
+def _settle_tie(
+    checkpoint: Checkpoint, family: Family, slot: Slot, other: Slot, chosen: dict[str, CheckpointTensor]
+) -> list[str]:
     """Decide whether `slot` (the head) is its own tensor or `other` (the embedding); a contradiction is an error.
 
-    Equal tensors become one; a tensor that is missing is the other where the config says tied (as it does by default).
+    Equal tensors become one; a tensor that is missing is the other where the config says tied, or says nothing and the
+    family's models are.
     """
-    folder, says_tied = checkpoint.folder, _says_tied(checkpoint)
+    folder, says_tied = checkpoint.folder, _says_tied(checkpoint, family)
     if slot.name in chosen and other.name in chosen:
         if _are_equal(chosen[slot.name], chosen[other.name]):
             del chosen[slot.name]
@@ -190,8 +198,9 @@ def _settle_tie(checkpoint: Checkpoint, slot: Slot, other: Slot, chosen: dict[st
             chosen[other.name] = chosen.pop(slot.name)
             return [f"{other.hf} is not stored; {slot.hf} is tied to it and takes its place."]
         return []
+    said = f"{TIE_KEY} = false" if TIE_KEY in checkpoint.config else f"no {TIE_KEY}, which means false"
     raise CheckpointError(
-        f"{folder} has no {missing.hf}, and config.json has {TIE_KEY} = false.",
+        f"{folder} has no {missing.hf}, and config.json has {said}.",
         hint=f"Set {TIE_KEY} to true if {present.hf} is meant to serve as both.",
     )
 
@@ -224,7 +233,7 @@ def _check_complete(
     missing = [slot.hf for slot in slots if slot.name not in chosen and slot.tied_to is None]
     if missing:
         raise CheckpointError(f"{checkpoint.folder} has no {_listed(missing)}; {family.name} needs it.")
-    known = {slot.hf for slot in slots}
+    known = {slot.hf for slot in slots if not slot.made}
     known |= {pattern.format(i=layer) for pattern in family.ignored_tensors for layer in range(hp.num_layers)}
     unknown = [name for name in stored if name not in known]
     if unknown:

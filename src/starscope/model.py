@@ -43,6 +43,7 @@ from starscope.graph import record
 from starscope.hub import fetch_model, find_name
 from starscope.infill import FimOrder, InfillArguments, InfillPrompt
 from starscope.inputs import is_batch, sequences, token_ids
+from starscope.lora import Given, adapt, as_given
 from starscope.mapping import map_checkpoint
 from starscope.microscope import Edit, Root, Scope
 from starscope.microscope.editing import edited
@@ -364,22 +365,46 @@ def load(
     device: str = "auto",
     context_length: int | None = None,
     threads: int | None = None,
+    lora: Given | Sequence[Given] = (),
+    lora_base: str | Path | None = None,
 ) -> Model:
     """Load a model and get it ready to run.
 
     `engine` is auto, native, torch or numpy; `device` anything that torch knows, for the torch engine. `context_length`
-    lowers the number of positions, `threads` sets the cores used. Raises InputError when there is no such model,
+    lowers the number of positions, `threads` sets the cores used. `lora` are adapters, PEFT folders or GGUF files, each
+    alone or with a scale: `("style.gguf", 0.5)`; `lora_base` is the same model in higher precision, to whose weights
+    they are added before these are rounded to the model's formats. Raises InputError when there is no such model,
     GGUFError or CheckpointError for content that does not fit together, UnsupportedError for what it does not do.
     """
     began = time.perf_counter()
     path = find_model(model)
     family, hp, weights, tokenizer, notes = _open_folder(path) if path.is_dir() else _open_file(path)
-    graph = record(family, hp)
+    if family.stretch and context_length is not None:
+        hp = family.stretch(hp, context_length)
+    if adapters := as_given(lora):
+        base = None if lora_base is None else _open_base(lora_base, weights)
+        graph, weights, told = adapt(family, hp, weights, adapters, base)
+        notes += told
+    elif lora_base is not None:
+        raise UsageError("lora_base is for adapters; expected lora beside it.")
+    else:
+        graph = record(family, hp)
     if engine == "auto":
         engine, note = choose_engine(device)
         notes += [note] if note else []
     made = make_engine(engine, graph, weights, device=device, context_length=context_length, threads=threads)
     return Model(path, weights, tokenizer, made, notes, time.perf_counter() - began)
+
+
+def _open_base(model: str | Path, weights: Weights) -> Weights:
+    """The weights of a model that is the same but for its formats. InvalidContentError when it is another."""
+    path = find_model(model)
+    found = (_open_folder(path) if path.is_dir() else _open_file(path))[2]
+    for name in {**weights.slots, **found.slots}:
+        shapes = [list(of.slots[name].shape) if name in of.slots else "not there" for of in (found, weights)]
+        if shapes[0] != shapes[1]:
+            raise InvalidContentError(f"{path} is no base of this model: {name} is {shapes[0]}; expected {shapes[1]}.")
+    return found
 
 
 def find_model(model: str | Path) -> Path:
@@ -413,10 +438,11 @@ def _open_file(path: Path) -> Opened:
     stored = hparams_from_metadata(family, file)
     hp, weights = open_weights(file, family, stored)
     notes = [
-        f"{family.gguf_architecture}.{row.gguf} is not in the file; {row.default} is assumed."
+        f"{family.gguf_architecture}.{row.gguf} is not in the file; {hp[row.name]} is assumed."
         for row in family.hparams
         if row.gguf
         and row.default is not None
+        and not row.optional
         and not any(f"{family.gguf_architecture}.{key}" in file.metadata for key in (row.gguf, *row.also))
     ]
     if hp.num_kv_heads != stored.num_kv_heads:

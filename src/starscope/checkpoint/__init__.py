@@ -16,6 +16,7 @@ from starscope.checkpoint.folder import parse_front_matter as parse_front_matter
 from starscope.checkpoint.safetensors import HEADER_LIMIT as HEADER_LIMIT
 from starscope.checkpoint.safetensors import read_safetensors as read_safetensors
 from starscope.checkpoint.tensor import CheckpointTensor as CheckpointTensor
+from starscope.checkpoint.tensor import ComputedTensor as ComputedTensor
 from starscope.checkpoint.tensor import JoinedTensor as JoinedTensor
 from starscope.checkpoint.tensor import StoredTensor as StoredTensor
 from starscope.checkpoint.tensor import join as join

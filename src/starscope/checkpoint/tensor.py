@@ -156,6 +156,24 @@ class JoinedTensor(CheckpointTensor):
             first += part.num_rows if len(self.shape) > 1 else 0
 
 
+@dataclass(frozen=True)
+class ComputedTensor(CheckpointTensor):
+    """A vector of float32 that follows from what the file at `source` says, and that no file stores."""
+
+    source: Path
+    values: Floats = field(repr=False, compare=False)
+
+    @property
+    def path(self) -> Path:
+        return self.source
+
+    def transposed(self) -> CheckpointTensor:
+        raise CheckpointError(f"{self.path}: {cut(self.name)} is a vector; expected a matrix.")
+
+    def _fill(self, raw: Bytes, start: int, stop: int) -> None:
+        raw[:] = np.ascontiguousarray(self.values, np.float32).view(np.uint8)
+
+
 def view(tensor: StoredTensor, strides: Sequence[int]) -> StoredTensor:
     """`tensor` with these strides, in elements, one for each axis. UnsupportedError for those that no rows have."""
     steps = [(size, stride) for size, stride in zip(tensor.shape, strides, strict=True) if size != 1]

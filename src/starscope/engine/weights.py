@@ -39,16 +39,16 @@ class Weights(Mapping[str, Array]):
 
     def __init__(self, slots: list[Slot], source: Source) -> None:
         self.slots = {slot.name: slot for slot in slots}
-        self._source = source
+        self.source = source
         self._decoded: dict[str, Array] = {}
         self.half_cache = any(self.format_name(name) != "F32" for name in self.slots)
 
     def __getitem__(self, name: str) -> Array:
         if name not in self._decoded:
             slot = self.slots[name]
-            if slot.tied_to and not self._source.has(slot):
+            if slot.tied_to and not self.source.has(slot):
                 return self[slot.tied_to]
-            self._decoded[name] = self._source.read(slot)
+            self._decoded[name] = self.source.read(slot)
         return self._decoded[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -61,7 +61,7 @@ class Weights(Mapping[str, Array]):
         """Some rows of a table, `[len(indices) columns]`, without decoding all of it."""
         if name in self._decoded:
             return self._decoded[name][indices]
-        return self._source.read_rows(self.slots[name], indices)
+        return self.source.read_rows(self.slots[name], indices)
 
     def read_stored(self, name: str, start: int, stop: int, into: Bytes) -> Bytes:
         """Rows start to stop of a matrix as its source stores them: uint8 [rows row_bytes], in `into` where possible.
@@ -70,9 +70,9 @@ class Weights(Mapping[str, Array]):
         has become shorter than it was.
         """
         slot = self.slots[name]
-        if slot.tied_to and not self._source.has(slot):
+        if slot.tied_to and not self.source.has(slot):
             slot = self.slots[slot.tied_to]
-        return self._source.read_stored(slot, start, stop, into)
+        return self.source.read_stored(slot, start, stop, into)
 
     def forget(self, name: str) -> None:
         """Let go of a decoded tensor, for whoever has made its own copy of it."""
@@ -80,14 +80,14 @@ class Weights(Mapping[str, Array]):
 
     def is_tied(self, name: str) -> bool:
         """Whether a tensor is absent and another stands for it."""
-        return bool(self.slots[name].tied_to) and not self._source.has(self.slots[name])
+        return bool(self.slots[name].tied_to) and not self.source.has(self.slots[name])
 
     def format_name(self, name: str) -> str:
         """How a tensor is stored: "F32", "Q8_0", ..."""
         slot = self.slots[name]
-        if slot.tied_to and not self._source.has(slot):
+        if slot.tied_to and not self.source.has(slot):
             slot = self.slots[slot.tied_to]
-        return self._source.format_name(slot)
+        return self.source.format_name(slot)
 
 
 class ArraySource:
@@ -113,7 +113,7 @@ class ArraySource:
 
 
 class GGUFSource:
-    """Tensors of an open GGUF file. `keep` gives, for a tensor that is stored with repeated rows, those to keep."""
+    """Tensors of an open GGUF file. `keep` gives, for a tensor whose rows are repeated or in another order, ours."""
 
     def __init__(self, file: GGUFFile, keep: Mapping[str, Array]) -> None:
         self._file, self._keep = file, keep
@@ -166,11 +166,12 @@ def open_weights(file: GGUFFile, family: Family, hp: HParams) -> tuple[HParams, 
     Identical copies of the key and value head, where the family knows that form, are folded back into one; the
     returned hyperparameters say so.
     """
-    keep: Mapping[str, Array] = {}
-    stored_shapes = {slot.gguf: slot.shape for slot in family.slots(hp)}
-    _check_tensors(file, family, hp, stored_shapes)
+    stored = family.slots(hp)
+    _check_tensors(file, family, hp, {slot.gguf: slot.shape for slot in stored})
+    keep: Mapping[str, Array] = {slot.gguf: slot.gguf_rows for slot in stored if slot.gguf_rows is not None}
     if family.fold:
-        hp, keep = family.fold(hp, file)
+        hp, folded = family.fold(hp, file)
+        keep = {**keep, **folded}
     return hp, Weights(family.slots(hp), GGUFSource(file, keep))
 
 

@@ -289,5 +289,6 @@ FAMILY = Family(
     notes=NOTES,
     fold=fold,
     expand=expand,
+    usual=lambda given: {"intermediate_size": 4 * given["hidden_size"], "num_kv_heads": 1},
     config=lambda hp: {"n_inner": hp.intermediate_size, "multi_query": hp.num_kv_heads == 1},
 )

@@ -248,7 +248,7 @@ def _parts(graph: Graph) -> Iterator[Part]:
             op = activations.get(layer) if path.endswith("act_fn") else None
             gguf = f"blk.{layer}" if row.name == BLOCK else None
             yield Part(path, row.hf.format(i=layer), gguf, row.kind_of(hp), op=op)
-    for tensor in family.tensors:
+    for tensor in (row for row in family.tensors if not row.made):
         for layer in range(hp.num_layers) if "{i}" in tensor.name else [None]:
             path, hf, gguf = (text.format(i=layer) for text in (tensor.name, tensor.hf, tensor.gguf))
             used = users[f"{path}.weight"]

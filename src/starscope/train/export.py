@@ -102,7 +102,7 @@ def write_folder(
     """
     check_folder(folder, force)
     is_tied = weights.is_tied if isinstance(weights, Weights) else (lambda name: name not in weights)
-    slots = [slot for slot in family.slots(hp) if not (slot.tied_to and is_tied(slot.name))]
+    slots = [slot for slot in family.slots(hp) if not (slot.made or (slot.tied_to and is_tied(slot.name)))]
     tied = any(slot.tied_to and is_tied(slot.name) for slot in family.slots(hp))
     torch_name = _torch_name(to)
     config = {**write_config(family, hp), TIE_KEY: tied, "torch_dtype": torch_name, **_token_ids(tokenizer)}

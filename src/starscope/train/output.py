@@ -51,9 +51,11 @@ def write_model(
     raw: dict[str, Bytes] = {}
     rounded: dict[str, np.ndarray] = {}
     for slot in slots:
-        rows = weights[slot.name].reshape(-1, slot.shape[-1])
-        raw[slot.name] = encode_checked(slot.name, formats[slot.gguf], rows)
-        rounded[slot.name] = decode(formats[slot.gguf], raw[slot.name]).reshape(slot.shape)
+        ours = weights[slot.name]
+        stored = ours if slot.gguf_order is None else ours[slot.gguf_order]
+        raw[slot.name] = encode_checked(slot.name, formats[slot.gguf], stored.reshape(-1, slot.shape[-1]))
+        decoded = decode(formats[slot.gguf], raw[slot.name]).reshape(slot.shape)
+        rounded[slot.name] = decoded if slot.gguf_rows is None else decoded[slot.gguf_rows]
     label = size_label(sum(slot.parameters for slot in slots))
     texts = {
         "general.architecture": family.gguf_architecture,

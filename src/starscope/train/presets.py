@@ -83,18 +83,19 @@ def find_preset(name: str) -> Preset:
 def family_sizes(family: Family, values: Mapping[str, Any], vocab_size: int) -> HParams:
     """A family's hyperparameters from sizes by their standard names; what is None follows from the rest.
 
-    One key head, the MLP four times as wide as the stream, and what the family's table says of the others.
+    The family says what follows (`usual`), its table the others.
     """
     given = {name: value for name, value in values.items() if value is not None}
-    width = given["hidden_size"]
-    usual = {"intermediate_size": 4 * width, "num_kv_heads": 1, "vocab_size": vocab_size}
+    usual = {**(family.usual(given) if family.usual else {}), "vocab_size": vocab_size}
     table = {row.name: row for row in family.hparams}
     unknown = [name for name in given if name not in table]
     if unknown:
         raise UsageError(f"{family.name} has no {unknown[0]}.")
     made: dict[str, Any] = {}
     for name, row in table.items():
-        made[name] = given.get(name, usual.get(name, row.default))
+        made[name] = given.get(name, usual.get(name))
+        if made[name] is None:
+            made[name] = row.default_of(made)
         if made[name] is None:
             raise UsageError(f"{family.name} needs {name}, which no preset says.")
     return make_hparams(family, made)
