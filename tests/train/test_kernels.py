@@ -42,7 +42,7 @@ def run(kind: str, weights: list[Tensor], inputs: list[Any], **attrs: Any) -> An
 
 
 Case = tuple[Callable[..., Any], tuple[Tensor, ...]]
-SIZES = {"num_heads": HEADS, "num_kv_heads": 1, "head_dim": DIM}
+SIZES = {"heads": (HEADS, 1, 1), "head_dim": DIM}
 CASES: dict[str, Case] = {
     "embed": (lambda w: run("embed", [w], [torch.tensor([2, 0, 2])]), (draw(4, 3),)),
     "add": (lambda a, b: run("add", [], [a, b]), (draw(ROWS, 3), draw(ROWS, 3, seed=1))),
@@ -50,12 +50,17 @@ CASES: dict[str, Case] = {
         lambda x, w, b: run("layer_norm", [w, b], [x], epsilon=1e-5),
         (draw(ROWS, 5), draw(5), draw(5, seed=1)),
     ),
+    "rms_norm": (lambda x, w: run("rms_norm", [w], [x], epsilon=1e-5), (draw(ROWS, 5), draw(5))),
+    "rope": (
+        lambda x: run("rope", [], [x, torch.arange(SEQ).repeat(N)], base=10.0, scale=2.0),
+        (draw(ROWS, HEADS, 2 * DIM),),
+    ),
     "linear": (lambda x, w, b: run("linear", [w, b], [x]), (draw(ROWS, 4), draw(3, 4), draw(3))),
     "split_heads": (lambda x: run("split_heads", [], [x], **SIZES), (draw(ROWS, (HEADS + 2) * DIM),)),
     "cache": (lambda x: run("cache", [], [x], part="k")[0], (draw(ROWS, 1, DIM),)),
     "scores": (
         # Masked scores are the most negative float, too large for differences: those are left out.
-        lambda q, k: run("scores", [], [q, [k]], scale=0.7)[0][:, :, *torch.tril_indices(SEQ, SEQ)],
+        lambda q, k: run("scores", [], [q, [k]], scale=0.7, window=None)[0][:, :, *torch.tril_indices(SEQ, SEQ)],
         (draw(ROWS, HEADS, DIM), draw(N, 1, SEQ, DIM)),
     ),
     "softmax": (lambda x: run("softmax", [], [[x]])[0], (draw(N, HEADS, SEQ, SEQ),)),
@@ -63,6 +68,8 @@ CASES: dict[str, Case] = {
     "merge_heads": (lambda x: run("merge_heads", [], [x]), (draw(ROWS, HEADS, DIM),)),
     "gelu": (lambda x: run("gelu", [], [x]), (draw(ROWS, 3),)),
     "gelu_tanh": (lambda x: run("gelu_tanh", [], [x]), (draw(ROWS, 3),)),
+    "silu": (lambda x: run("silu", [], [x]), (draw(ROWS, 3),)),
+    "multiply": (lambda a, b: run("multiply", [], [a, b]), (draw(ROWS, 3), draw(ROWS, 3, seed=1))),
     "wanted_rows": (lambda x: run("wanted_rows", [], [x]), (draw(ROWS, 3),)),
 }
 
@@ -94,14 +101,15 @@ def test_a_wrong_backward_is_found(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("short", [0, 128])
+@pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("kv_heads", [1, 2, HEADS])
-def test_attention_is_that_of_the_three_ops_fused_and_plain(kv_heads, short, monkeypatch):
+def test_attention_is_that_of_the_three_ops_fused_and_plain(kv_heads, window, short, monkeypatch):
     monkeypatch.setattr(kernels, "SHORT", short)
     q, k, v = draw(N, SEQ, HEADS, DIM), draw(N, kv_heads, SEQ, DIM, seed=1), draw(N, kv_heads, SEQ, DIM, seed=2)
-    scores = run("scores", [], [q.flatten(0, 1), [k]], scale=0.7)
+    scores = run("scores", [], [q.flatten(0, 1), [k]], scale=0.7, window=window)
     expected = run("mix", [], [run("softmax", [], [scores]), [v]])
-    assert torch.allclose(attend(q, k, v, 0.7), expected, rtol=0, atol=1e-14)
-    assert gradcheck(lambda q, k, v: attend(q, k, v, 0.7), (q, k, v))
+    assert torch.allclose(attend(q, k, v, 0.7, window), expected, rtol=0, atol=1e-14)
+    assert gradcheck(lambda q, k, v: attend(q, k, v, 0.7, window), (q, k, v))
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 2, 100])
@@ -118,7 +126,7 @@ def test_the_loss_in_parts_is_the_loss_and_so_are_its_gradients(chunk_rows, monk
 def test_a_linear_layer_in_bfloat16_has_the_gradients_of_rounded_operands():
     x, weight, bias = (draw(*shape, dtype=torch.float32) for shape in ((64, 32), (16, 32), (16,)))
     g = draw(64, 16, seed=9, dtype=torch.float32).detach().bfloat16()
-    linear_bfloat16(x, weight, bias).backward(g)
+    linear_bfloat16(x, weight, bias, weight.detach().bfloat16(), bias.detach().bfloat16()).backward(g)
     wide = g.double()
     assert x.grad.dtype == weight.grad.dtype == bias.grad.dtype == torch.float32
     for found, expected in (

@@ -150,7 +150,7 @@ def test_names_in_a_checkpoint_are_the_models_own(tmp_path):
     trainer = make_trainer(tmp_path, steps=1)
     trainer.run()
     names = set(read_checkpoint(tmp_path / CURRENT).arrays)
-    kinds = ("parameter", "step", "exp_avg", "exp_avg_sq")
+    kinds = ("parameter", "exp_avg", "exp_avg_sq")
     assert names == {f"{kind}:{name}" for kind in kinds for name in trainer.engine.parameters}
 
 

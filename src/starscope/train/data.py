@@ -202,6 +202,11 @@ def random_words(*key: int, count: int) -> Ids:
 
 
 @lru_cache(maxsize=2)
+def _word(*key: int) -> int:
+    return int(random_words(*key, count=1)[0])
+
+
+@lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, samples: int) -> Ids:
     """The order in which an epoch visits its samples: a permutation of range(samples)."""
     return np.argsort(random_words(seed, epoch, 1, count=samples), kind="stable")
@@ -230,7 +235,7 @@ class Batches:
     def start(self, number: int) -> int:
         """Where sample `number` begins."""
         epoch, index = divmod(number, self.per_epoch)
-        shift = int(random_words(self.seed, epoch, 2, count=1)[0] % np.uint64(len(self.ids)))
+        shift = _word(self.seed, epoch, 2) % len(self.ids)
         place = int(epoch_order(self.seed, epoch, self.per_epoch)[index])
         return (shift + place * self.context_length) % len(self.ids)
 

@@ -65,6 +65,7 @@ class Forward:
     ) -> None:
         self.engine, self.recompute, self.dtype, self._logit_bytes = engine, recompute, dtype, logit_bytes
         self.segments = segments(engine.graph)
+        self._low: dict[str, Tensor] = {}  # the linear layers' weights in bfloat16
 
     def logits(self, ids: Tensor) -> Tensor:
         """`[n seq]` ids -> float32 `[n seq vocab_size]`."""
@@ -95,6 +96,8 @@ class Forward:
 
     def _run(self, ids: Tensor, stop: int) -> Mapping[int, Any]:
         """The edges that are left when the ops before `stop` have run."""
+        if self._is_low:
+            self._round_weights()
         graph = self.engine.graph
         n, seq = ids.shape
         step = Step([Group(n, seq, 0, None)], None)
@@ -122,6 +125,15 @@ class Forward:
                     del values[edge]
         return values
 
+    @torch.no_grad()
+    def _round_weights(self) -> None:
+        """Make the copies in bfloat16 that this pass and its gradients read."""
+        weights = self.engine.weights
+        if not self._low:
+            names = {name for op in self.engine.graph.ops if op.kind == "linear" for name in op.weights}
+            self._low = {name: torch.empty_like(weights[name], dtype=torch.bfloat16) for name in sorted(names)}
+        torch._foreach_copy_(list(self._low.values()), [weights[name].detach() for name in self._low])
+
     def _run_ops(self, step: Step, values: dict[int, Any], start: int, stop: int, keep: tuple[int, ...]) -> None:
         """Ops `start` to `stop` over `values`; an edge is let go after its last use: what autograd needs, it holds."""
         graph, index = self.engine.graph, start
@@ -143,9 +155,12 @@ class Forward:
     def _attention(self, step: Step, op: Op, fusion: Fusion, values: Mapping[int, Any]) -> Tensor:
         queries, (keys,), (held,) = (values[edge] for edge in fusion.inputs)
         [rows] = step.split(queries)
-        return attend(rows, keys, held, op.attrs["scale"])
+        return attend(rows, keys, held, op.attrs["scale"], op.attrs["window"])
 
     def _one(self, step: Step, op: Op, inputs: list[Any]) -> Any:
         if op.kind == "linear" and self._is_low:
-            return linear_bfloat16(inputs[0], *(self.engine.weights[name] for name in op.weights))
+            weight, bias = op.weights[0], op.weights[1] if len(op.weights) > 1 else None
+            full, low = self.engine.weights, self._low
+            offsets = (None, None) if bias is None else (full[bias], low[bias])
+            return linear_bfloat16(inputs[0], full[weight], offsets[0], low[weight], offsets[1])
         return KERNELS[op.kind](self.engine.weights, step, op, inputs)

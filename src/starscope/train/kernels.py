@@ -7,11 +7,14 @@ and the loss for some rows at a time, gradients made at once, so that the logits
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from starscope.engine.torch_engine import unseen
 
 IGNORED = -100  # a target that is no target
 SHORT = 128  # tokens: up to here plain attention is as fast as the fused one, or faster
@@ -20,45 +23,83 @@ CHUNK_BYTES = 16 << 20  # of float32 logits made at a time
 
 class _LinearBfloat16(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        low = torch.bfloat16
-        narrow, matrix = x.to(low), weight.to(low)
+    def forward(
+        ctx: Any, x: Tensor, _weight: Tensor, _bias: Tensor | None, matrix: Tensor, offset: Tensor | None
+    ) -> Tensor:
+        narrow = x.to(torch.bfloat16)
         ctx.save_for_backward(narrow, matrix)
-        ctx.input_dtype, ctx.has_bias = x.dtype, bias is not None
-        return F.linear(narrow, matrix, None if bias is None else bias.to(low))
+        ctx.input_dtype, ctx.has_bias = x.dtype, offset is not None
+        return F.linear(narrow, matrix, offset)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         narrow, matrix = ctx.saved_tensors
         g = gradients[0].to(torch.bfloat16)
-        bias = g.sum(0, dtype=torch.float32) if ctx.has_bias else None
-        return (g @ matrix).to(ctx.input_dtype), (g.t() @ narrow).float(), bias
+        bias = g.sum(0).float() if ctx.has_bias else None  # summed in float32; asked for it, torch copies all of g
+        return (g @ matrix).to(ctx.input_dtype), (g.t() @ narrow).float(), bias, None, None
 
 
-def linear_bfloat16(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`[rows in]` -> bfloat16 `[rows out]`; `weight` and `bias` are float32, and so are their gradients."""
-    out: Tensor = _LinearBfloat16.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+def linear_bfloat16(
+    x: Tensor, weight: Tensor, bias: Tensor | None, low_weight: Tensor, low_bias: Tensor | None
+) -> Tensor:
+    """`[rows in]` -> bfloat16 `[rows out]`. `weight` and `bias` are float32, and so are their gradients; their values
+    are read from the copies in bfloat16.
+    """
+    out: Tensor = _LinearBfloat16.apply(x, weight, bias, low_weight, low_bias)  # type: ignore[no-untyped-call]
     return out
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of `[n seq heads dim]` queries over `[n kv_heads seq dim]` keys: `[n·seq heads dim]`."""
-    n, seq, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    if seq > SHORT:
+class _Attend(torch.autograd.Function):
+    """Attention written out, with the probabilities kept: the query heads of one key head are rows of one product."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        n, seq, heads, dim = q.shape
+        kv_heads = k.shape[1]
+        rows = q.transpose(1, 2).reshape(n * kv_heads, -1, dim)
+        keys, values = (x.reshape(n * kv_heads, seq, dim) for x in (k, v))
+        hidden = _hidden(seq, heads // kv_heads, window, q.dtype, q.device)
+        p = torch.baddbmm(hidden, rows, keys.transpose(1, 2), alpha=scale).softmax(-1)
+        ctx.save_for_backward(rows, keys, values, p)
+        ctx.shape, ctx.scale = q.shape, scale
+        return (p @ values).view(n, heads, seq, dim).transpose(1, 2).reshape(n * seq, heads, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, keys, values, p = ctx.saved_tensors
+        n, seq, heads, dim = ctx.shape
+        g = gradients[0].view(n, seq, heads, dim).transpose(1, 2).reshape(rows.shape)
+        ds = torch._softmax_backward_data(g @ values.transpose(1, 2), p, -1, p.dtype).mul_(ctx.scale)
+        dq = (ds @ keys).view(n, heads, seq, dim).transpose(1, 2)
+        dk, dv = (x.view(n, -1, seq, dim) for x in (ds.transpose(1, 2) @ rows, p.transpose(1, 2) @ g))
+        return dq, dk, dv, None, None
+
+
+@lru_cache(maxsize=8)
+def _hidden(seq: int, copies: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What is added to scores `[copies·seq seq]`: minus infinity where a query does not see the key, else 0."""
+    mask = torch.zeros(seq, seq, dtype=dtype, device=device)
+    return mask.masked_fill(unseen(0, seq, seq, window, device), float("-inf")).repeat(copies, 1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """Causal attention of `[n seq heads dim]` queries over `[n kv_heads seq dim]` keys: `[n·seq heads dim]`.
+
+    With a `window`, a query sees so many keys at most, its own among them.
+    """
+    heads, kv_heads = q.shape[2], k.shape[1]
+    if q.shape[1] > SHORT:
         if kv_heads != heads:
             k, v = (
                 x.expand(-1, heads, -1, -1) if kv_heads == 1 else x.repeat_interleave(heads // kv_heads, 1)
                 for x in (k, v)
             )
-        o = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, scale=scale)
+        is_narrow = window is not None and window < q.shape[1]
+        mask = ~unseen(0, q.shape[1], q.shape[1], window, q.device) if is_narrow else None
+        o = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
         return o.transpose(1, 2).flatten(0, 1)
-    # The query heads of one key head follow one another, as rows of one product.
-    rows = (q.transpose(1, 2) * scale).reshape(n, kv_heads, -1, dim)
-    future = torch.full((seq, seq), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
-    scores = (rows @ k.transpose(-1, -2)).view(n, heads, seq, seq) + future
-    o = scores.softmax(-1).view(n, kv_heads, -1, seq) @ v
-    return o.view(n, heads, seq, dim).transpose(1, 2).reshape(n * seq, heads, dim)
+    out: Tensor = _Attend.apply(q, k, v, scale, window)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _LinearLoss(torch.autograd.Function):

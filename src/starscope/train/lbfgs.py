@@ -8,36 +8,37 @@ them. So there is nothing of it to save, and a run resumes with the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from starscope.train.parameters import Parameters
+
 HISTORY = 6  # pairs of steps and changes of the gradient
 TRIES = 20  # evaluations of the loss in an iteration, at most
 
 
-def lbfgs_step(parameters: Mapping[str, Tensor], loss: Callable[[], float], iterations: int) -> tuple[float, float]:
+def lbfgs_step(parameters: Parameters, loss: Callable[[], float], iterations: int) -> tuple[float, float]:
     """`iterations` of L-BFGS on one batch. `loss()` evaluates it and sets the gradients.
 
     Returns the loss and the gradient's norm before the first of them. The parameters are left as they are when either
     is no finite number.
     """
-    held = list(parameters.values())
     first: list[float] = []
 
     def closure() -> Tensor:
         value = loss()
         if not first:
-            norm = float(torch.nn.utils.get_total_norm([p.grad for p in held if p.grad is not None]))
+            norm = float(parameters.gradients.norm())
             first.extend((value, norm))
             if not (math.isfinite(value) and math.isfinite(norm)):
                 raise _NotFiniteError
         return torch.tensor(value, dtype=torch.float64)
 
     optimizer = torch.optim.LBFGS(
-        held,
+        list(parameters.leaves),
         max_iter=iterations,
         max_eval=iterations * TRIES,
         history_size=HISTORY,

@@ -40,7 +40,8 @@ from starscope.train.evaluation import measure_held_out
 from starscope.train.forward import Forward
 from starscope.train.heap import map_large_blocks
 from starscope.train.lbfgs import lbfgs_step
-from starscope.train.optim import clip_gradients, initial_weights, make_adamw, set_learning_rate
+from starscope.train.optim import AdamW, clip_gradients, initial_weights
+from starscope.train.parameters import Parameters
 from starscope.train.precision import choose_precision
 from starscope.train.schedules import Schedule
 from starscope.train.stopping import Convergence, EarlyStop
@@ -168,9 +169,8 @@ class Trainer:
         }
         arrays = initial_weights(graph, options.seed, options.init) if initial is None else initial
         self.engine = TorchEngine(graph, Weights(graph.family.slots(graph.hp), ArraySource(arrays)))
-        for parameter in self.engine.parameters.values():
-            parameter.requires_grad_()
-        self.optimizer = make_adamw(self.engine.parameters, weight_decay=options.weight_decay, betas=options.betas)
+        self.parameters = Parameters(self.engine.parameters)
+        self._adamw = AdamW(self.parameters, weight_decay=options.weight_decay, betas=options.betas)
         self.step = 0
         self._done = 0  # samples of the step that is being made, whose gradients are summed up already
         self._parts: list[float] = []  # and their losses
@@ -196,17 +196,16 @@ class Trainer:
         options = self.options
         batch = torch.from_numpy(self.batches.batch(self.step * options.batch_size, options.batch_size))
         if options.optimizer == "lbfgs":
-            loss, norm = lbfgs_step(self.engine.parameters, lambda: self._mean_loss(batch), options.lbfgs_iterations)
+            loss, norm = lbfgs_step(self.parameters, lambda: self._mean_loss(batch), options.lbfgs_iterations)
         else:
             if not self._accumulate(batch, stop):
                 return None
             loss = sum(self._parts)
-            norm = clip_gradients(self.engine.parameters, options.clip_norm)
+            norm = clip_gradients(self.parameters.gradients, options.clip_norm)
         self._check_finite(loss, norm)
         if options.optimizer == "adamw":
-            set_learning_rate(self.optimizer, options.schedule(self.step))
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+            self._adamw.update(options.schedule(self.step))
+        self.parameters.gradients.zero_()
         self._done, self._parts = 0, []
         self.step += 1
         return loss, norm
@@ -226,7 +225,7 @@ class Trainer:
 
     def _mean_loss(self, batch: Tensor) -> float:
         """The loss at the parameters as they are; their gradients are set to its."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.parameters.gradients.zero_()
         self._done, self._parts = 0, []
         self._accumulate(batch, lambda: False)
         return sum(self._parts)
@@ -309,12 +308,12 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint, from which `resume` goes on with the same bits: also from the middle of a step."""
-        arrays = {f"parameter:{name}": p.detach().numpy() for name, p in self.engine.parameters.items()}
-        for name, parameter in self.engine.parameters.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                arrays[f"{key}:{name}"] = value.detach().numpy()
-            if self._done and parameter.grad is not None:
-                arrays[f"gradient:{name}"] = parameter.grad.numpy()
+        rows = self._rows()
+        arrays = {
+            f"{kind}:{name}": self.parameters.part(row, name).numpy()
+            for name in self.engine.parameters
+            for kind, row in rows.items()
+        }
         # The data position is step · batch_size + done: a batch is a pure function of the sample number.
         facts = {
             **self._facts,
@@ -341,20 +340,25 @@ class Trainer:
                     f"the checkpoint in {self.folder} was made with {key} {found}; now it is {expected}.",
                     hint="Start a new run in another folder.",
                 )
-        with torch.no_grad():
-            for name, parameter in self.engine.parameters.items():
-                parameter.copy_(torch.from_numpy(state.arrays[f"parameter:{name}"]))
-                for key in ("step", "exp_avg", "exp_avg_sq"):
-                    if f"{key}:{name}" in state.arrays:
-                        self.optimizer.state[parameter][key] = torch.from_numpy(state.arrays[f"{key}:{name}"])
-                if f"gradient:{name}" in state.arrays:
-                    parameter.grad = torch.from_numpy(state.arrays[f"gradient:{name}"])
         self.step = self._saved = state.step
         progress = state.facts.get(PROGRESS)
         if progress is not None:
             note = " ".join(filter(None, [note, self._restore(progress)]))
+        for kind, row in self._rows().items():
+            for name in self.engine.parameters:
+                self.parameters.part(row, name).copy_(torch.from_numpy(state.arrays[f"{kind}:{name}"]))
+        self._adamw.set_updates(self.step)
         self._trim_log()
         return note
+
+    def _rows(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of each weight at this point of the run."""
+        rows = {"parameter": self.parameters.values}
+        if self.step and self.options.optimizer == "adamw":
+            rows |= self._adamw.moments
+        if self._done:
+            rows["gradient"] = self.parameters.gradients
+        return rows
 
     def _restore(self, progress: Mapping[str, Any]) -> str:
         """Go on in the middle of things. A sentence when this process cannot give the bits that that one would have."""

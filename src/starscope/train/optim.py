@@ -8,17 +8,20 @@ ln(vocab_size). Decay pulls matrices towards 0, never norms and biases.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from starscope.errors import UsageError
 from starscope.graph import Graph
+from starscope.train.parameters import Parameters
 
 INITIAL_DEVIATION = 0.02
 INITS = ("scaled", "xavier")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+EPSILON = 1e-8  # added to the root of the second moment
 
 
 def residual_projections(graph: Graph) -> frozenset[str]:
@@ -42,6 +45,9 @@ def initial_weights(graph: Graph, seed: int, init: str = "scaled") -> dict[str, 
     for slot in graph.family.slots(graph.hp):
         if slot.tied_to:
             continue
+        if slot.made:
+            made[slot.name] = slot.made()
+            continue
         if len(slot.shape) == 1:
             made[slot.name] = np.full(slot.shape, 0.0 if slot.name.endswith(".bias") else 1.0, np.float32)
             continue
@@ -54,26 +60,51 @@ def initial_weights(graph: Graph, seed: int, init: str = "scaled") -> dict[str, 
     return made
 
 
-def make_adamw(
-    parameters: Mapping[str, Tensor], *, weight_decay: float, betas: tuple[float, float] = (0.9, 0.95)
-) -> torch.optim.AdamW:
-    """AdamW over named parameters. Decay is multiplied by the learning rate and applied to matrices alone."""
-    matrices = [p for p in parameters.values() if p.dim() >= 2]
-    vectors = [p for p in parameters.values() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=1e-8, fused=True)
+class AdamW:
+    """Torch's, over all parameters. Decay is multiplied by the learning rate and applied to matrices alone.
+
+    `moments` are what it keeps from step to step, rows like `parameters.values`, by torch's names.
+    """
+
+    def __init__(
+        self, parameters: Parameters, *, weight_decay: float, betas: tuple[float, float] = (0.9, 0.95)
+    ) -> None:
+        self.moments = {name: torch.zeros_like(parameters.values) for name in MOMENTS}
+        self._betas, self._decays = betas, (weight_decay, 0.0)
+        rows = (parameters.values, parameters.gradients, *self.moments.values())
+        self._groups = list(zip(*map(parameters.split, rows), strict=True))  # those of matrices, and those of vectors
+        self._count = torch.zeros((), dtype=torch.float32)
+
+    @torch.no_grad()
+    def update(self, rate: float) -> None:
+        """One step along the gradients."""
+        for (values, gradients, first, second), decay in zip(self._groups, self._decays, strict=True):
+            adamw(
+                [values],
+                [gradients],
+                [first],
+                [second],
+                [],
+                [self._count.clone()],
+                fused=True,
+                amsgrad=False,
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                lr=rate,
+                weight_decay=decay,
+                eps=EPSILON,
+                maximize=False,
+            )
+        self._count += 1
+
+    def set_updates(self, count: int) -> None:
+        """Go on as after so many updates, with the moments as they are."""
+        self._count.fill_(count)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the rate of the next update for every parameter."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
-def clip_gradients(parameters: Mapping[str, Tensor], limit: float) -> float:
+def clip_gradients(gradients: Tensor, limit: float) -> float:
     """Scale all gradients so that their common norm is at most `limit` (0: no limit); returns the norm before."""
-    gradients = [p.grad for p in parameters.values() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = float(gradients.norm())
     if limit and norm > limit:
-        torch._foreach_mul_(gradients, limit / (norm + 1e-6))
-    return float(norm)
+        gradients.mul_(limit / (norm + 1e-6))
+    return norm
