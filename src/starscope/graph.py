@@ -101,12 +101,16 @@ class Graph:
 class Recorder:
     """What a family's `record` writes on. Each method appends one op and returns the edge it makes.
 
-    Weights are named relative to the block being recorded: `g.linear(x, "mlp.up_proj")`.
+    Weights are named relative to the block being recorded: `g.linear(x, "mlp.up_proj")`. `ranks`, by weight: those
+    matrices have an adapter of that rank beside them, two small linear layers whose result is added.
     """
 
-    def __init__(self, family: Family, hp: HParams) -> None:
+    def __init__(self, family: Family, hp: HParams, ranks: Mapping[str, int] | None = None) -> None:
         self.family, self.hp = family, hp
         self._shapes = {slot.name: slot.shape for slot in family.slots(hp)}
+        for name, rank in (ranks or {}).items():
+            (out, size), (a, b) = self._shapes[name], adapter_names(name)
+            self._shapes |= {a: (rank, size), b: (out, rank)}
         self._ops: list[Op] = []
         self._edges: list[Edge] = []
         self._names: dict[str, int] = {}
@@ -150,7 +154,11 @@ class Recorder:
         return self._op("rms_norm", [x], self._module(module), epsilon=self.hp.norm_epsilon)[0]
 
     def linear(self, x: Edge, module: str) -> Edge:
-        return self._op("linear", [x], self._module(module))[0]
+        weights = self._module(module)
+        y, (a, b) = self._op("linear", [x], weights)[0], adapter_names(weights[0])
+        if a not in self._shapes:
+            return y
+        return self.add(y, self._op("linear", self._op("linear", [x], [a]), [b])[0])
 
     def gelu(self, x: Edge, *, exact: bool) -> Edge:
         return self._op("gelu" if exact else "gelu_tanh", [x])[0]
@@ -245,9 +253,18 @@ class Recorder:
         )
 
 
-def record(family: Family, hp: HParams) -> Graph:
-    """Record a family's forward pass for one model. ShapeError when the family's file contradicts itself."""
-    recorder = Recorder(family, hp)
+def adapter_names(weight: str) -> tuple[str, str]:
+    """What the two halves of a matrix's adapter are called, `[rank in]` and `[out rank]`."""
+    module = weight.removesuffix(".weight")
+    return f"{module}.lora_a.weight", f"{module}.lora_b.weight"
+
+
+def record(family: Family, hp: HParams, ranks: Mapping[str, int] | None = None) -> Graph:
+    """Record a family's forward pass for one model, with adapters of these `ranks` beside some of its matrices.
+
+    ShapeError when the family's file contradicts itself.
+    """
+    recorder = Recorder(family, hp, ranks)
     try:
         family.record(recorder)
         return recorder.finish()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from starscope.cli.adapting import LoraArguments, lora_options
 from starscope.cli.common import MODEL, Session, engine_options, everywhere, json_option, load_model
 from starscope.cli.units import bytes_text
 from starscope.errors import UsageError
@@ -53,6 +54,7 @@ def numbers(_ctx: click.Context, parameter: click.Parameter, value: str) -> tupl
     help="Sequences to decode together.",
 )
 @click.option("--repeat", type=int, default=3, show_default=True, metavar="N", help="Repeats; the median is told.")
+@lora_options
 @engine_options
 @json_option
 @everywhere
@@ -65,6 +67,7 @@ def bench(
     depths: tuple[int, ...],
     batches: tuple[int, ...],
     repeat: int,
+    adapters: LoraArguments,
     engine: str,
     device: str,
     ctx_length: int | None,
@@ -84,7 +87,7 @@ def bench(
     from starscope.bench import check_sizes
 
     check_sizes(prompt, steps, depths, batches, repeat)
-    loaded = load_model(session, model, engine, device, ctx_length, threads)
+    loaded = load_model(session, model, engine, device, ctx_length, threads, **adapters)
     default = click.core.ParameterSource.DEFAULT
     if ctx.get_parameter_source("prompt") is default:
         prompt = min(prompt, loaded.context_length)

@@ -242,12 +242,28 @@ def engine_options(function: F) -> F:
 
 
 def load_model(
-    session: Session, name: str, engine: str, device: str, ctx_length: int | None, threads: int | None
+    session: Session,
+    name: str,
+    engine: str,
+    device: str,
+    ctx_length: int | None,
+    threads: int | None,
+    *,
+    lora: Sequence[tuple[str, float]] = (),
+    lora_base: str | None = None,
 ) -> Model:
     """Load MODEL and say in one line what runs where; what was assumed on the way, a line each."""
     from starscope.model import load
 
-    model = load(name, engine=engine, device=device, context_length=ctx_length, threads=threads)
+    model = load(
+        name,
+        engine=engine,
+        device=device,
+        context_length=ctx_length,
+        threads=threads,
+        lora=lora,
+        lora_base=lora_base,
+    )
     session.note(headline(model))
     session.detail(f"{model.path}: {model.context_length} positions, loaded in {model.load_s:.2f} s")
     for note in model.notes:

@@ -59,7 +59,7 @@ def edit_options(function: F) -> F:
     return gathered  # type: ignore[return-value]
 
 
-def split_scale(given: str) -> tuple[str, float]:
+def split_scale(given: str, option: str = "--control-vector") -> tuple[str, float]:
     """FILE[:SCALE]. The name of a file that is there is always the file."""
     path, colon, scale = given.rpartition(":")
     if not colon or os.path.exists(given):
@@ -70,7 +70,7 @@ def split_scale(given: str) -> tuple[str, float]:
         number = math.nan if os.path.exists(path) else 1.0  # no file's name then, but a scale that is none
         path = path if os.path.exists(path) else given
     if not path or not math.isfinite(number):
-        raise click.UsageError(f"--control-vector {given}: expected a file, or a file, a colon and a number.")
+        raise click.UsageError(f"{option} {given}: expected a file, or a file, a colon and a number.")
     return path, number
 
 

@@ -7,6 +7,7 @@ import time
 
 import click
 
+from starscope.cli.adapting import LoraArguments, lora_options
 from starscope.cli.common import (
     MODEL,
     PATH,
@@ -29,6 +30,7 @@ from starscope.errors import InvalidContentError
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=PATH)
 @click.option("--stride", type=int, metavar="N", help="Tokens between the beginnings of windows (default: half).")
 @edit_options
+@lora_options
 @engine_options
 @json_option
 @everywhere
@@ -39,6 +41,7 @@ def perplexity(
     files: tuple[str, ...],
     stride: int | None,
     edits: list[Source],
+    adapters: LoraArguments,
     engine: str,
     device: str,
     ctx_length: int | None,
@@ -55,7 +58,7 @@ def perplexity(
     texts = [utf8(read_file(file), file) for file in files]
     if not any(texts):
         raise InvalidContentError(f"there is no text in {', '.join(files)}; expected at least one byte.")
-    loaded = with_edits(load_model(session, model, engine, device, ctx_length, threads), edits)
+    loaded = with_edits(load_model(session, model, engine, device, ctx_length, threads, **adapters), edits)
 
     from starscope.perplexity import measure_texts
 

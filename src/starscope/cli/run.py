@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from starscope.cli.adapting import LoraArguments, lora_options
 from starscope.cli.common import (
     MODEL,
     Session,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text, taken literally; may be repeated.")
 @click.option("--logprobs", type=int, default=0, metavar="N", help="With --json: the N likeliest tokens of each place.")
 @edit_options
+@lora_options
 @engine_options
 @json_option
 @everywhere
@@ -56,6 +58,7 @@ def run(
     stop: tuple[str, ...],
     logprobs: int,
     edits: list[Source],
+    adapters: LoraArguments,
     engine: str,
     device: str,
     ctx_length: int | None,
@@ -87,7 +90,7 @@ def run(
     if after is None:
         check_there_is_a_hole(**hole)
 
-    loaded = with_edits(load_model(session, model, engine, device, ctx_length, threads), edits)
+    loaded = with_edits(load_model(session, model, engine, device, ctx_length, threads, **adapters), edits)
     session.detail(f"sampling: {describe(options)}")
     if idle := idle_options(ctx, options):
         session.note(f"note: at temperature 0 these do nothing: {', '.join(idle)}.")

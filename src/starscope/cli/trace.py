@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from starscope.cli.adapting import LoraArguments, lora_options
 from starscope.cli.common import (
     MODEL,
     PATH,
@@ -41,6 +42,7 @@ SHOWN = 6  # numbers of a preview
 @click.option("-o", "--output", "out", type=PATH, metavar="FILE", help="Write a safetensors file.")
 @click.option("--force", is_flag=True, help="Replace FILE.")
 @click.option("--list", "lists", is_flag=True, help="Print the names of all values with their layouts; nothing runs.")
+@lora_options
 @engine_options
 @json_option
 @everywhere
@@ -54,6 +56,7 @@ def trace(
     out: str | None,
     force: bool,
     lists: bool,
+    adapters: LoraArguments,
     engine: str,
     device: str,
     ctx_length: int | None,
@@ -93,7 +96,7 @@ def trace(
         if any(os.path.exists(out) and file.samefile(out) for file in files_of(model)):
             raise UsageError(f"{out} is read for the model; expected another output.")
     chosen = named(Names(read_graph(model)), values)  # a wrong name is told before the weights are read
-    loaded = load_model(session, model, engine, device, ctx_length, threads)
+    loaded = load_model(session, model, engine, device, ctx_length, threads, **adapters)
     cache = loaded.keep_values(text, chosen, rows=positions)
     if out is not None:
         size = cache.save(out, chosen, force=force)
