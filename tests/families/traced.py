@@ -176,7 +176,8 @@ class TracedSuite(ChangesSuite, PartsSuite):
                 assert same(block.input, block.layer_input)
                 assert block.input.data_ptr() == block.layer_input.data_ptr()
                 assert block.mlp_norm_output is block.mlp_input
-                assert block.mlp.mlp_activation is block.mlp.mlp_neurons
+                is_gated = f"layers.{i}.mlp.gate_proj.weight" in model.weights
+                assert (block.mlp.mlp_activation is block.mlp.mlp_neurons) == (not is_gated)
                 if i + 1 < model.num_layers:
                     assert block.layer_output is model.layers[i + 1].layer_input
             assert model.lm_head_output is model.logits

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -43,11 +45,10 @@ class ChangesSuite:
         with model.trace(PROMPT):
             block.self_attn.attention_head_outputs[:] = 0
             attention = block.self_attn.attention_output
-        bias = block.self_attn.o_proj.bias
-        assert same(attention, bias.expand_as(attention))
+        assert same(attention, bias_of(block.self_attn.o_proj).expand_as(attention))
         with model.trace(PROMPT):
             block.mlp.mlp_neurons[:] = 0
-            assert same(block.mlp.mlp_output, block.mlp.down_proj.bias.expand(1, len(PROMPT), -1))
+            assert same(block.mlp.mlp_output, bias_of(block.mlp.down_proj).expand(1, len(PROMPT), -1))
         with model.trace(PROMPT):
             before = block.layer_input
             block.self_attn.attention_output[:] = 0
@@ -164,3 +165,8 @@ class ChangesSuite:
                     model.layers[0].self_attn.output = torch.zeros(1)
                 with pytest.raises(AttributeError):
                     model.hidden_size = 3
+
+
+def bias_of(layer: Any) -> torch.Tensor:
+    """A linear layer's bias, zeros where it has none."""
+    return torch.zeros(len(layer.weight)) if layer.bias is None else layer.bias

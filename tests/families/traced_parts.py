@@ -20,7 +20,7 @@ class PartsSuite:
                 if path and alias != "output":  # GGUF's head: model.output is what the model gives
                     assert part_of(model, f"{alias}.x")[0] is part_of(model, f"{path}.x")[0], alias
         with pytest.raises(AttributeError):
-            model.model  # noqa: B018
+            model.no_such_part  # noqa: B018
 
     def test_every_block_has_the_same_values_each_a_descriptor_of_its_class(self, model: starscope.Model) -> None:
         assert model.num_layers > 1

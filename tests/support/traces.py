@@ -24,12 +24,13 @@ INPUTS = frozenset({"input_ids", *BESIDE_THE_GRAPH})
 
 
 def value_names(model: starscope.Model, layers: Sequence[int] | None = None) -> list[str]:
-    """The names of all floating-point values, in the order in which the model makes them."""
+    """The names of all floating-point values that the model has, in the order in which it makes them."""
     made = [name for name, value in VALUES.items() if value.host == MODEL and name not in INPUTS]
     before, after = made[:2], made[2:]
     inner = [name for name, value in VALUES.items() if value.host != MODEL]
     chosen = range(model.num_layers) if layers is None else layers
-    return [*before, *(qualified(name, layer) for layer in chosen for name in inner), *after]
+    names = [*before, *(qualified(name, layer) for layer in chosen for name in inner), *after]
+    return [name for name in names if name in model.graph.names]
 
 
 def part_of(model: starscope.Model, name: str) -> tuple[Any, str]:

@@ -1,0 +1,248 @@
+"""LLaMA against every check of the suite, and what is its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import starscope
+from families.suite import FamilySuite, prompt, reference
+from starscope.convert import convert
+from starscope.errors import CheckpointError, UnsupportedError
+from starscope.families import llama
+from starscope.family import make_hparams, read_config, write_config
+from starscope.gguf import read_gguf
+from starscope.rope import inverse_frequencies, llama3_factors, rotation
+from support.checkpoints import edit_config
+from support.llama_checkpoints import LLAMAS, SCALINGS, Llama, make_llama
+from support.numbers import ulps
+
+FAMILY = llama.FAMILY
+CODE_LLAMA = {  # of codellama/CodeLlama-7b-hf
+    "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 16384,
+    "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 32016,
+}  # fmt: skip
+DEEPSEEK = {  # of deepseek-ai/deepseek-coder-1.3b-base
+    **CODE_LLAMA, "hidden_size": 2048, "intermediate_size": 5504, "num_attention_heads": 16, "num_hidden_layers": 24,
+    "num_key_value_heads": 16, "rms_norm_eps": 1e-06, "rope_theta": 100000, "vocab_size": 32256,
+    "rope_scaling": {"factor": 4.0, "type": "linear"},
+}  # fmt: skip
+MISTRAL = {  # of mistralai/Mistral-7B-v0.1
+    **CODE_LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "num_key_value_heads": 8, "rope_theta": 10000.0, "sliding_window": 4096,
+    "vocab_size": 32000,
+}  # fmt: skip
+
+
+class TestLlama(FamilySuite):
+    family = "llama"
+    settings = LLAMAS
+
+    @staticmethod
+    def make(folder: Path, setting: Any) -> torch.nn.Module:
+        return make_llama(folder, **setting.options())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("llama")
+    make_llama(made, kv_heads=2)
+    return made
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def metadata_of(path: Path) -> dict[str, Any]:
+    with read_gguf(path) as file:
+        return {key: value.data for key, value in file.metadata.items() if key.startswith("llama.")}
+
+
+@pytest.mark.parametrize("config", [CODE_LLAMA, DEEPSEEK, MISTRAL], ids=["codellama", "deepseek", "mistral"])
+def test_released_configs_are_read_and_written_back(config: dict[str, Any]) -> None:
+    hp = read_config(FAMILY, config)
+    assert hp.rope_base == config["rope_theta"]
+    assert hp.rope_scale == (config["rope_scaling"] or {"factor": 1}).get("factor")
+    assert hp.sliding_window == config.get("sliding_window", 0)
+    assert read_config(FAMILY, write_config(FAMILY, hp)) == hp
+
+
+@pytest.mark.parametrize("setting", LLAMAS, ids=str)
+def test_transformers_reads_an_exported_folder_with_the_same_logits(setting: Llama, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from starscope.train.export import export_gguf
+
+    oracle = make_llama(tmp_path / "hf", **setting.options()).float()
+    path = convert(tmp_path / "hf", tmp_path / "model.gguf", to="f32").out
+    export_gguf(path, tmp_path / "again")
+    ids = prompt(320, 40)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
+    assert type(again) is type(oracle)
+    assert ulps(reference(again, ids), reference(oracle, ids)) <= 32
+
+
+def test_query_rows_are_stored_in_pairs_as_other_readers_expect(folder: Path, tmp_path: Path) -> None:
+    path = convert(folder, tmp_path / "model.gguf", to="f32").out
+    model = starscope.load(path, engine="numpy")
+    ours = model.weights["layers.0.self_attn.q_proj.weight"]
+    with read_gguf(path) as file:
+        stored = file.read("blk.0.attn_q.weight").view(np.float32).reshape(ours.shape)
+    heads, dim = 4, 16
+    turned = ours.reshape(heads, 2, dim // 2, -1).swapaxes(1, 2).reshape(ours.shape)
+    np.testing.assert_array_equal(stored, turned)
+
+
+def test_rows_left_in_their_stored_order_would_be_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = convert(folder, to="f32", force=True).out
+    ids = prompt(320, 30)
+    right = starscope.load(path, engine="numpy").forward(ids)
+    monkeypatch.setattr(llama, "_paired", lambda heads, dim: np.arange(heads * dim))
+    wrong = starscope.load(path, engine="numpy").forward(ids)
+    assert ulps(wrong, right) > 1000 * 32
+
+
+@pytest.mark.parametrize("engine", ["numpy", "torch"])
+def test_a_window_hides_what_is_too_far_back(tmp_path: Path, engine: str) -> None:
+    make_llama(tmp_path, window=9)
+    model = starscope.load(tmp_path, engine=engine)
+    ids = prompt(320, 40)
+    changed = [ids[0] ^ 1, *ids[1:]]
+    # Two blocks pass on what is up to 2 · 8 tokens back, and no further.
+    one, other = model.forward(ids)[0], model.forward(changed)[0]
+    assert (one[:17] != other[:17]).any(-1).all()
+    assert (one[17:] == other[17:]).all()
+
+
+def test_a_longer_context_with_dynamic_scaling_has_the_bits_of_its_whole_length(tmp_path: Path) -> None:
+    oracle = make_llama(tmp_path, scaling="dynamic", positions=32)
+    path = convert(tmp_path, to="f32").out
+    model = starscope.load(path, engine="torch", context_length=60)
+    assert model.context_length == 60
+    ids = prompt(320, 60)
+    assert ulps(model.forward(ids)[0], reference(oracle, ids)) <= 32
+    with pytest.raises(starscope.StarscopeError, match="32"):
+        starscope.load(path, context_length=65)
+
+
+def test_linear_scaling_of_a_model_without_it_would_be_seen(tmp_path: Path) -> None:
+    oracle = make_llama(tmp_path, scaling="linear")
+    edit_config(tmp_path, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"})
+    ids = prompt(320, 30)
+    assert ulps(starscope.load(tmp_path, engine="numpy").forward(ids)[0], reference(oracle, ids)) > 1000 * 32
+
+
+def test_factors_of_frequencies_are_those_that_transformers_computes() -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    said = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = LlamaConfig(
+        hidden_size=128, num_attention_heads=1, rope_theta=5e5,
+        rope_scaling={**said, "original_max_position_embeddings": 8192},
+    )  # fmt: skip
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    factors = llama3_factors(128, 5e5, 8.0, 1.0, 4.0, 8192)
+    found = inverse_frequencies(128, 5e5, factors=factors)
+    np.testing.assert_allclose(found, expected.numpy(), rtol=4 * 2.0**-23)
+
+
+@pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
+@pytest.mark.parametrize("dim", [24, 64, 128])
+def test_frequencies_and_far_angles_are_those_of_transformers(dim: int, theta: float) -> None:
+    expected = (1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))).numpy()
+    found = inverse_frequencies(dim, theta)
+    np.testing.assert_allclose(found, expected, rtol=2.0**-23)
+    positions = np.array([0, 1, 1000, 131071])
+    cos, sin = rotation(positions, expected)
+    angles = torch.from_numpy(positions).float()[:, None] * torch.from_numpy(expected)
+    np.testing.assert_allclose(cos, angles.cos().numpy(), atol=2.0**-23)
+    np.testing.assert_allclose(sin, angles.sin().numpy(), atol=2.0**-23)
+
+
+def test_what_is_usual_is_not_written_and_what_is_not_is(tmp_path: Path) -> None:
+    make_llama(tmp_path / "plain", kv_heads=4)
+    plain = metadata_of(convert(tmp_path / "plain", to="f32").out)
+    assert not [
+        key
+        for key in plain
+        if "scaling" in key
+        or (
+            "length" in key.removeprefix("llama.context_length")[10:]
+            and key not in ("llama.context_length", "llama.embedding_length", "llama.feed_forward_length")
+        )
+    ]
+    make_llama(tmp_path / "other", head_dim=24, window=9, scaling="linear")
+    other = metadata_of(convert(tmp_path / "other", to="f32").out)
+    wanted = {
+        "attention.key_length": 24, "attention.value_length": 24, "rope.dimension_count": 24,
+        "attention.sliding_window": 9, "rope.scaling.factor": 2.5,
+    }  # fmt: skip
+    assert {key: other[f"llama.{key}"] for key in wanted} == wanted
+
+
+def test_factors_of_another_converter_are_recognised_on_export(tmp_path: Path) -> None:
+    config = {**CODE_LLAMA, "rope_scaling": {**SCALINGS["llama3"], "original_max_position_embeddings": 8192}}  # type: ignore[dict-item]
+    hp = read_config(FAMILY, config)
+    assert hp.rope_factors
+    assert write_config(FAMILY, hp)["rope_scaling"]["factor"] == 8.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn.*supported: default, linear, dynamic, llama3"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0, "beta_fast": 1}}, "beta_fast"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_act": "relu"}, "relu.*silu"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"head_dim": 127}, None),
+        ({"rope_scaling": {"type": "linear"}}, "no factor"),
+        ({"rope_scaling": "linear"}, "expected an object"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scale"),
+        ({"rope_theta": 0}, "rope_base"),
+        ({"rope_theta": "high"}, "rope_theta"),
+        ({"num_key_value_heads": 5}, "key heads"),
+        ({"sliding_window": -1}, "sliding_window"),
+        ({"new_trick": 1}, "new_trick"),
+    ],
+    ids=str,
+)
+def test_a_config_that_says_something_else_is_refused(changes: dict[str, Any], said: str | None) -> None:
+    with pytest.raises((CheckpointError, UnsupportedError), match=said):
+        read_config(FAMILY, {**CODE_LLAMA, **changes})
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings"]
+)
+def test_a_missing_config_key_is_named(key: str) -> None:
+    with pytest.raises(CheckpointError, match="missing|has no"):
+        read_config(FAMILY, {name: value for name, value in CODE_LLAMA.items() if name != key})
+
+
+def test_a_head_is_tied_only_where_the_config_says_so(tmp_path: Path) -> None:
+    make_llama(tmp_path, tied=True)
+    config = config_of(tmp_path)
+    assert config.pop("tie_word_embeddings") is True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="no tie_word_embeddings, which means false"):
+        convert(tmp_path, to="f32")
+
+
+def test_sizes_that_contradict_each_other_in_a_file_are_refused() -> None:
+    sizes = {**read_config(FAMILY, CODE_LLAMA)}
+    given = {row.name: sizes[row.name] for row in FAMILY.hparams}
+    for change in ({"rope_dims": 64}, {"head_dim": 64}, {"rope_scaling": "none", "rope_scale": 2.0}):
+        with pytest.raises((CheckpointError, UnsupportedError)):
+            make_hparams(FAMILY, {**given, **change})
