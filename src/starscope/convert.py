@@ -111,7 +111,7 @@ def convert(
         notes += fallen
         pieces = [Piece(tensor, formats[tensor.slot.gguf]) for tensor in tensors]
         metadata = {
-            **_general_metadata(checkpoint, family, sum(piece.tensor.slot.parameters for piece in pieces)),
+            **general_metadata(checkpoint, family, sum(piece.tensor.slot.parameters for piece in pieces)),
             **metadata_from_hparams(family, hp),
             **keys,
             **file_type_metadata(recipe),
@@ -293,7 +293,7 @@ def _read_vocabulary_sizes(
     return family, read_config(family, checkpoint.config, vocab_size=tokenizer.vocab_size, allow_unknown=allow_unknown)
 
 
-def _general_metadata(checkpoint: Checkpoint, family: Family, parameters: int) -> dict[str, Value]:
+def general_metadata(checkpoint: Checkpoint, family: Family, parameters: int) -> dict[str, Value]:
     """The `general.*` keys: what the folder says about itself, the repository and commit that a snapshot of the hub's
     cache is of, and nothing else about where it lies.
     """

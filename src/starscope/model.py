@@ -382,7 +382,7 @@ def load(
     if family.stretch and context_length is not None:
         hp = family.stretch(hp, context_length)
     if adapters := as_given(lora):
-        base = None if lora_base is None else _open_base(lora_base, weights)
+        base = None if lora_base is None else open_base(lora_base, weights)
         graph, weights, told = adapt(family, hp, weights, adapters, base)
         notes += told
     elif lora_base is not None:
@@ -396,7 +396,7 @@ def load(
     return Model(path, weights, tokenizer, made, notes, time.perf_counter() - began)
 
 
-def _open_base(model: str | Path, weights: Weights) -> Weights:
+def open_base(model: str | Path, weights: Weights) -> Weights:
     """The weights of a model that is the same but for its formats. InvalidContentError when it is another."""
     path = find_model(model)
     found = (_open_folder(path) if path.is_dir() else _open_file(path))[2]

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.adapters import halves, logits_of, make_adapter, write_folder
 
 import starscope
 from starscope.errors import CheckpointError
 from starscope.lora import read_adapter
+from support.adapters import halves, logits_of, make_adapter, write_folder
 
 IDS = [1, 5, 9, 30, 77, 200, 31, 4]
 ULP = 2.0**-23
@@ -133,5 +133,5 @@ def test_a_pattern_that_could_take_long_is_refused(checkpoint, pattern, tmp_path
 def test_a_config_of_another_rank_than_the_tensors_is_an_error(checkpoint: Path, tmp_path: Path) -> None:
     config = {"r": 8, "lora_alpha": 8}
     write_folder(tmp_path, config, {"transformer.h.0.attn.c_attn": halves((96, 64), 2)})
-    with pytest.raises(CheckpointError, match="rank 2; adapter_config.json says 8"):
+    with pytest.raises(CheckpointError, match=r"rank 2; adapter_config\.json says 8"):
         starscope.load(checkpoint, engine="numpy", lora=tmp_path)

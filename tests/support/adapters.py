@@ -1,7 +1,7 @@
 """Random adapters: as PEFT folders that the peft library writes, or put together by hand.
 
-    model = make_adapter(checkpoint, tmp_path / "adapter", targets=["c_attn"], r=4)      # a peft model, in eval mode
-    write_folder(tmp_path / "by-hand", {"r": 2, "lora_alpha": 4}, {"transformer.h.0.attn.c_attn": (a, b)})
+model = make_adapter(checkpoint, tmp_path / "adapter", targets=["c_attn"], r=4)      # a peft model, in eval mode
+write_folder(tmp_path / "by-hand", {"r": 2, "lora_alpha": 4}, {"transformer.h.0.attn.c_attn": (a, b)})
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "quantize": ("convert:quantize", "Store a GGUF file's weights in another format."),
         "show": ("show:show", "Tell what a model file or folder holds."),
         "graph": ("show:graph", "Print a model's forward pass, one line an operation."),
+        "merge": ("merge:merge", "Put adapters (LoRA) into a model's weights, as one file."),
         "export": ("export:export", "Turn a GGUF file into a Hugging Face folder."),
     },
     "Make a model": {
@@ -49,7 +50,14 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 PROGRAM, COMPLETE = "starscope", "_STARSCOPE_COMPLETE"
-SYNONYMS = {"generate": "run", "complete": "run", "infer": "run", "info": "show", "inspect": "show"}
+SYNONYMS = {
+    "generate": "run",
+    "complete": "run",
+    "infer": "run",
+    "info": "show",
+    "inspect": "show",
+    "export-lora": "merge",
+}
 NEAR_VERB, NEAR_OPTION = 0.65, 0.75  # how alike a name must be to be meant; a verb of three letters has room for less
 TAKE_TEXT = ("run", "tokenize", "trace")  # verbs with a text among their arguments
 OPTION = re.compile(r"--?[a-z][a-z-]*(=.*)?", re.DOTALL | re.IGNORECASE)  # what somebody may have taken for one

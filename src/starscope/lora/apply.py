@@ -89,24 +89,38 @@ def adapt(
     adapters = [(read_adapter(path, family, hp), scale) for path, scale in given]
     pairs, whole = combined(adapters, weights)
     notes = [note for adapter, scale in adapters for note in (*adapter.notes, _told(adapter, scale, whole))]
-    plain = record(family, hp)
-    if base is not None:
-        source = MergedSource(weights.source, weights.slots, pairs, whole, base.source)
-        return Adapted(plain, _weights(weights, source, list(weights.slots.values())), notes)
-    linear = {op.weights[0] for op in plain.ops if op.kind == "linear"}
+    if base is None:
+        return Adapted(*recorded(family, hp, weights, pairs, whole), notes)
+    source = MergedSource(weights.source, weights.slots, pairs, whole, base.source)
+    return Adapted(record(family, hp), _weights(weights, source, list(weights.slots.values())), notes)
+
+
+def recorded(
+    family: Family,
+    hp: HParams,
+    weights: Weights,
+    pairs: Mapping[str, Pair],
+    whole: Mapping[str, Array],
+    base: Source | None = None,
+) -> tuple[Graph, Weights]:
+    """The graph with pairs (of scale 1) beside its linear layers, and the weights that it runs over.
+
+    With `base` adapted matrices are its, as float32.
+    """
+    linear = {op.weights[0] for op in record(family, hp).ops if op.kind == "linear"}
     beside = {name: pair for name, pair in pairs.items() if name in linear}
     inside = {name: pair for name, pair in pairs.items() if name not in linear}
+    if base is not None:  # read from there, with nothing added
+        inside |= {name: Pair(pair.a[:0], pair.b[:, :0], 1.0) for name, pair in beside.items()}
     graph = record(family, hp, {name: pair.rank for name, pair in beside.items()})
     made: list[Slot] = []
     arrays: dict[str, Array] = {}
     for name, pair in beside.items():
-        slot = weights.slots[name]
-        for half, values in zip(adapter_names(name), (pair.a, pair.b), strict=True):
-            gguf = f"{slot.gguf}.lora_{'a' if values is pair.a else 'b'}"
-            made.append(Slot(half, gguf, half, values.shape, always_f32=False))
+        for kind, half, values in zip("ab", adapter_names(name), (pair.a, pair.b), strict=True):
+            made.append(Slot(half, f"{weights.slots[name].gguf}.lora_{kind}", half, values.shape, always_f32=False))
             arrays[half] = values
-    source = MergedSource(weights.source, weights.slots, inside, whole, exact=True, beside=arrays)
-    return Adapted(graph, _weights(weights, source, [*weights.slots.values(), *made]), notes)
+    source = MergedSource(weights.source, weights.slots, inside, whole, base, exact=True, beside=arrays)
+    return graph, _weights(weights, source, [*weights.slots.values(), *made])
 
 
 def _told(adapter: Adapter, scale: float, whole: Mapping[str, Array]) -> str:
