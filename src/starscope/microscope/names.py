@@ -170,6 +170,8 @@ class Names:
             raise TraceError(f"a value's name is {name!r}; expected a text, as layers.3.layer_output.")
         found = self.find(name)
         if found is None:
+            if _normal(name).rpartition(".")[2] in VALUES.keys() - {one.rpartition(".")[2] for one in self.graph.names}:
+                raise TraceError(f"{self.graph.family.name} has no {_normal(name)}; models of other families do.")
             raise TraceError(f"no value is called {name!r}.", hint=self._near(_normal(name)))
         return found
 
