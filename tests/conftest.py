@@ -15,6 +15,7 @@ runpy.run_path(str(OFFLINE / "sitecustomize.py"))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(OFFLINE), os.environ.get("PYTHONPATH")]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU; Triton looks when they are imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest-xdist has the cores busy
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

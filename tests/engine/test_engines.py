@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from starscope.engine import ENGINES, Engine, Weights, make_engine, numpy_engine, torch_engine
+from starscope.engine import ENGINES, Engine, Weights, make_engine, numpy_engine, torch_kernels
 from starscope.engine.numpy_engine import NumpyEngine, erf
 from starscope.engine.torch_engine import Group, Step, TorchEngine, memory_errors
 from starscope.engine.weights import ArraySource
@@ -106,7 +106,7 @@ def test_values_between_the_ops_of_attention_too_depend_on_what_is_before_them_a
     op = next(op for op in GRAPH.ops if op.kind == "mix")
     kernels: list[Any] = [
         lambda p, v: numpy_engine.mix(None, None, op, [[p], [v]]),  # type: ignore[arg-type]
-        lambda p, v: torch_engine.mix({}, None, op, [[torch.tensor(p)[None]], [torch.tensor(v)[None]]]).numpy(),  # type: ignore[arg-type]
+        lambda p, v: torch_kernels.mix({}, None, op, [[torch.tensor(p)[None]], [torch.tensor(v)[None]]]).numpy(),  # type: ignore[arg-type]
     ]
     for mix in kernels:
         expected = mix(p, v)

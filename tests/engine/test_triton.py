@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # looked at when the kernels are imported, by the first product
-
-
 import subprocess
 import sys
 from pathlib import Path
@@ -35,11 +31,13 @@ def reference(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None) -> tuple[np
 
 
 def check(format_name: str, n: int, rows: int, blocks: int, *, bias: bool, seed: int = 0) -> None:
-    matrix, w = stored_matrix(format_name, rows, blocks * find_format(format_name).block_size, seed=seed)
+    matrix, w = stored_matrix(
+        format_name, rows, blocks * find_format(format_name).block_size, seed=seed, by_triton=True
+    )
     rng = np.random.default_rng(seed + 1)
     x = rng.normal(size=(n, matrix.shape[1])).astype(np.float32)
     add = rng.normal(size=rows).astype(np.float32) if bias else None
-    found = linear(torch.from_numpy(x), matrix, None if add is None else torch.from_numpy(add), triton=True).numpy()
+    found = linear(torch.from_numpy(x), matrix, None if add is None else torch.from_numpy(add)).numpy()
     expected, size = reference(x, w, add)
     assert found.dtype == np.float32
     assert found.shape == expected.shape
@@ -63,11 +61,11 @@ def test_a_product_may_have_any_sizes(format_name: str, n: int, rows: int, block
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_the_kernels_decode_every_weight_to_its_very_bits(format_name: str) -> None:
     """A row of x that is 1 in one place gives one column of the matrix, without any rounding."""
-    matrix, w = stored_matrix(format_name, 5, 256, seed=3)
-    found = linear(torch.eye(256), matrix, None, triton=True).numpy()
+    matrix, w = stored_matrix(format_name, 5, 256, seed=3, by_triton=True)
+    found = linear(torch.eye(256), matrix).numpy()
     np.testing.assert_array_equal(found, w.T)
     for column in range(0, 256, 17):
-        alone = linear(torch.eye(256)[column : column + 1], matrix, None, triton=True).numpy()
+        alone = linear(torch.eye(256)[column : column + 1], matrix).numpy()
         np.testing.assert_array_equal(alone, w.T[column : column + 1])
 
 
@@ -76,12 +74,12 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     script = Path(__file__).parent.parent / "support" / "compile_kernels.py"
     done = subprocess.run(
-        [sys.executable, "-P", str(script), "cuda:80", "cuda:90", "hip:gfx942"],
+        [sys.executable, "-P", str(script), "cuda:80", "hip:gfx942"],
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     made = [line.split() for line in done.stdout.splitlines()]
-    assert len(made) == 3 * 2 * len(FORMATS)
+    assert len(made) == 2 * 2 * len(FORMATS)
     assert max(int(shared) for *_, shared in made) <= 48 << 10  # bytes that every GPU gives one program
 
 
@@ -90,9 +88,9 @@ def test_every_stored_format_has_a_way_through_its_rows() -> None:
 
 
 def test_what_is_not_finite_stays_in_its_row() -> None:
-    matrix, _ = stored_matrix("Q4_K", 70, 512)
+    matrix, _ = stored_matrix("Q4_K", 70, 512, by_triton=True)
     x = torch.randn(5, 512, generator=torch.Generator().manual_seed(0))
     x[3, 7] = float("nan")
-    found = linear(x, matrix, None, triton=True)
+    found = linear(x, matrix)
     assert found[[0, 1, 2, 4]].isfinite().all()
     assert found[3].isnan().all()

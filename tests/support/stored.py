@@ -115,7 +115,9 @@ def distance(found: Any, expected: Any) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-def stored_matrix(format_name: str, rows: int, cols: int, *, seed: int = 0) -> tuple[Any, np.ndarray]:
+def stored_matrix(
+    format_name: str, rows: int, cols: int, *, seed: int = 0, by_triton: bool = False
+) -> tuple[Any, np.ndarray]:
     """A random matrix as the torch engine has it on a GPU, here on the CPU; and its weights, float32 `[rows cols]`."""
     import torch
 
@@ -124,4 +126,5 @@ def stored_matrix(format_name: str, rows: int, cols: int, *, seed: int = 0) -> t
     rng = np.random.default_rng(seed)
     raw = _encoded(format_name, rng.normal(0, 1.5 / cols**0.5, (rows, cols)), rng)
     weights = Weights([Slot("w", "w", "w", (rows, cols), always_f32=False)], StoredSource({"w": (format_name, raw)}))
-    return read_stored(weights, "w", torch.device("cpu")), decode(find_format(format_name), raw)
+    made = read_stored(weights, "w", torch.device("cpu"), by_triton=by_triton)
+    return made, decode(find_format(format_name), raw)

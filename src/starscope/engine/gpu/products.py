@@ -4,12 +4,11 @@ Triton's kernels decode it in registers; where there is no Triton, a few rows at
 multiplied. Both multiply and sum in float32: tensor cores get each float32 as three TF32 parts (`tf32x3`), so that a
 row's result is the same alone and among others to within rounding.
 
-    y = linear(x, matrix, bias, triton=has_triton(matrix.device))         # differentiable in x and bias
+    y = linear(x, matrix, bias)         # differentiable in x and bias; by Triton where the matrix says so
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
@@ -65,26 +64,21 @@ MANY_ROWS: Mapping[str, tuple[Tile, ...]] = MappingProxyType(
 """Larger tiles spill registers on the GPUs that the kernels were compiled for."""
 
 
-def has_triton(device: torch.device) -> bool:
-    """Whether Triton's kernels run there: a CUDA or ROCm device that is really there, and Triton installed."""
-    return device.type == "cuda" and torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
-
-
-def linear(x: Tensor, matrix: StoredMatrix, bias: Tensor | None, *, triton: bool) -> Tensor:
+def linear(x: Tensor, matrix: StoredMatrix, bias: Tensor | None = None) -> Tensor:
     """float32 `[n cols]` -> `[n rows]`."""
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        made: Tensor = _Linear.apply(x, matrix, bias, triton)  # type: ignore[no-untyped-call]
+        made: Tensor = _Linear.apply(x, matrix, bias)  # type: ignore[no-untyped-call]
         return made
-    return _linear(x, matrix, bias, triton)
+    return _linear(x, matrix, bias)
 
 
 class _Linear(torch.autograd.Function):
     """The gradient of x is one more product, with rows decoded a few at a time; the matrix has none."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: StoredMatrix, bias: Tensor | None, triton: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, matrix: StoredMatrix, bias: Tensor | None) -> Tensor:
         ctx.matrix = matrix
-        return _linear(x, matrix, bias, triton)
+        return _linear(x, matrix, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -93,11 +87,11 @@ class _Linear(torch.autograd.Function):
         for start, stop in _tiles(ctx.matrix):
             part = gradient[:, start:stop] @ ctx.matrix.decode(start, stop)
             total = part if total is None else total.add_(part)
-        return total, None, gradient.sum(0) if ctx.needs_input_grad[2] else None, None
+        return total, None, gradient.sum(0) if ctx.needs_input_grad[2] else None
 
 
-def _linear(x: Tensor, matrix: StoredMatrix, bias: Tensor | None, triton: bool) -> Tensor:
-    if triton:
+def _linear(x: Tensor, matrix: StoredMatrix, bias: Tensor | None) -> Tensor:
+    if matrix.by_triton:
         return _by_triton(x.contiguous(), matrix, bias)
     parts = [
         F.linear(x, matrix.decode(start, stop), None if bias is None else bias[start:stop])

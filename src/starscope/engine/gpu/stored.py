@@ -73,12 +73,16 @@ def device_bytes(format_name: str, shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class StoredMatrix:
-    """A matrix `[rows cols]` as its format stores it; each field is a tensor `[rows n]`."""
+    """A matrix `[rows cols]` as its format stores it; each field is a tensor `[rows n]`.
+
+    `by_triton`: products with it are made by Triton's kernels.
+    """
 
     name: str
     format_name: str
     shape: tuple[int, int]
     fields: Mapping[str, Tensor]
+    by_triton: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -104,7 +108,7 @@ class StoredMatrix:
         return DECODERS[self.format_name](each).reshape(-1, self.shape[1])
 
 
-def read_stored(weights: Weights, name: str, device: torch.device) -> StoredMatrix:
+def read_stored(weights: Weights, name: str, device: torch.device, *, by_triton: bool = False) -> StoredMatrix:
     """A matrix of a format in `LAYOUTS`, read from its source a part at a time.
 
     What else is on the device meanwhile is one part, as it came: `UPLOAD_BYTES` at the most, or one row.
@@ -126,7 +130,7 @@ def read_stored(weights: Weights, name: str, device: torch.device) -> StoredMatr
         for part, f in layout.items():
             own = there[:, :, f.start : f.stop].reshape(stop - start, -1)
             fields[part][start:stop] = own.contiguous().view(f.dtype)
-    return StoredMatrix(name, format_name, (rows, cols), fields)
+    return StoredMatrix(name, format_name, (rows, cols), fields, by_triton)
 
 
 def _runs(field: Tensor, size: int) -> Tensor:
