@@ -46,6 +46,16 @@ def make_adapter(
     return model.eval()
 
 
+def load_adapter(checkpoint: Path, folder: Path, **options: Any) -> torch.nn.Module:
+    """What peft makes of a folder, in eval mode."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), folder, **options).eval()
+
+
 def logits_of(model: torch.nn.Module, ids: Sequence[int]) -> np.ndarray:
     """A transformers or peft model's logits, `[len(ids) vocab_size]`."""
     import torch

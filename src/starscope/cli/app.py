@@ -38,11 +38,12 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "quantize": ("convert:quantize", "Store a GGUF file's weights in another format."),
         "show": ("show:show", "Tell what a model file or folder holds."),
         "graph": ("show:graph", "Print a model's forward pass, one line an operation."),
-        "merge": ("merge:merge", "Put adapters (LoRA) into a model's weights, as one file."),
+        "merge": ("merge:merge", "Merge adapters (LoRA) into a model, as one GGUF file."),
         "export": ("export:export", "Turn a GGUF file into a Hugging Face folder."),
     },
     "Make a model": {
         "train": ("train:train", "Train a small model from scratch on plain text or code."),
+        "finetune": ("finetune:finetune", "Train an adapter (LoRA) beside a model, on plain text or code."),
     },
     "This installation": {
         "doctor": ("doctor:doctor", "Check versions, processor, memory and extras."),

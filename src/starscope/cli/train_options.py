@@ -175,17 +175,25 @@ def _ignore(ctx: click.Context, param: click.Parameter, value: Any) -> None:
         ctx.meta.setdefault(IGNORED, []).append(param.name)
 
 
-def train_options(function: F) -> F:
-    """All of them, in the order of the table."""
+def options_of(rows: Iterable[Row]) -> Callable[[F], F]:
+    """Some options, in their order, and the flags of the original that are without effect."""
     from starscope.train.flags import GONE as FLAGS
 
-    for number, gone in reversed(list(enumerate(FLAGS))):
-        attrs: dict[str, Any] = {"metavar": "X"} if gone.takes_value else {"is_flag": True}
-        attrs |= {"section": GONE, "expose_value": False, "callback": _ignore, "help": f"{gone.reason}."}
-        function = click.option(*gone.names, f"gone_{number}", cls=Option, **attrs)(function)
-    for section, names, attrs in reversed(ROWS):
-        function = click.option(*names, cls=Option, section=section, **attrs)(function)
-    return function
+    def decorate(function: F) -> F:
+        for number, gone in reversed(list(enumerate(FLAGS))):
+            attrs: dict[str, Any] = {"metavar": "X"} if gone.takes_value else {"is_flag": True}
+            attrs |= {"section": GONE, "expose_value": False, "callback": _ignore, "help": f"{gone.reason}."}
+            function = click.option(*gone.names, f"gone_{number}", cls=Option, **attrs)(function)
+        for section, names, attrs in reversed(list(rows)):
+            function = click.option(*names, cls=Option, section=section, **attrs)(function)
+        return function
+
+    return decorate
+
+
+def train_options(function: F) -> F:
+    """All of them, in the order of the table."""
+    return options_of(ROWS)(function)
 
 
 def ignored_flags(ctx: click.Context, args: Iterable[str]) -> list[str]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ import numpy as np
 from starscope.checkpoint import CheckpointTensor, StoredTensor, read_json, read_safetensors, read_torch_bin
 from starscope.checkpoint.content import cut, is_of, short, switch, typed
 from starscope.errors import CheckpointError, InputError, UnsupportedError
-from starscope.family import Slot
-from starscope.lora.adapter import Adapter, Half, Target, checked, in_our_order
+from starscope.family import Family, HParams, Slot
+from starscope.formats import Floats
+from starscope.gguf.writer import atomic_output
+from starscope.lora.adapter import Adapter, Half, Pair, Target, checked, in_our_order, in_their_order
+from starscope.microscope.storing import write_safetensors
 
 CONFIG = "adapter_config.json"
 WEIGHTS: Mapping[str, Callable[[Path], dict[str, StoredTensor]]] = {
@@ -192,20 +196,20 @@ def _of_pattern(folder: Path, table: Mapping[str, float], module: str, usual: fl
     return usual
 
 
-def peft_config(pairs: Mapping[str, tuple[int, float]], base: str) -> dict[str, Any]:
-    """adapter_config.json for adapted modules (by their Hugging Face names): rank and alpha of each."""
-    (rank, alpha), *_ = sorted(pairs.values(), key=lambda pair: -list(pairs.values()).count(pair))
-    ranks = {name: r for name, (r, _) in pairs.items() if r != rank}
-    alphas = {name: a for name, (_, a) in pairs.items() if a != alpha}
+def peft_config(modules: Mapping[str, tuple[int, float]], base: str, targets: Sequence[str]) -> dict[str, Any]:
+    """adapter_config.json for adapted modules, by their Hugging Face names: rank and alpha of each."""
+    (rank, alpha), _ = Counter(modules.values()).most_common(1)[0]
+    ranks = {re.escape(name): r for name, (r, _) in modules.items() if r != rank}
+    alphas = {re.escape(name): a for name, (_, a) in modules.items() if a != alpha}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": rank,
-        "lora_alpha": alpha,
-        "rank_pattern": {re.escape(name): r for name, r in ranks.items()},
-        "alpha_pattern": {re.escape(name): a for name, a in alphas.items()},
-        "target_modules": sorted(pairs),
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+        "target_modules": list(targets),
         "bias": "none",
         "lora_dropout": 0.0,
         "use_rslora": False,
@@ -216,6 +220,32 @@ def peft_config(pairs: Mapping[str, tuple[int, float]], base: str) -> dict[str, 
     }
 
 
-def config_text(config: Mapping[str, Any]) -> str:
-    """As a file."""
-    return json.dumps(config, indent=2) + "\n"
+def write_peft(
+    folder: Path, family: Family, hp: HParams, pairs: Mapping[str, Pair], *, base: str = "", to: str = "f32"
+) -> None:
+    """Write pairs, by our names, as a folder that PEFT loads; what is there of it is replaced, each file at once.
+
+    `base` is the model's name on the hub, if it has one. Raises what `atomic_output` raises.
+    """
+    slots = {slot.name: slot for slot in family.slots(hp)}
+    modules: dict[str, tuple[int, float]] = {}
+    arrays: dict[str, Floats] = {}
+    for name, pair in pairs.items():
+        slot = slots[name]
+        module = slot.hf.removesuffix(".weight")
+        modules[module] = (pair.rank, pair.scale * pair.rank)
+        arrays[f"{PREFIX}{module}.lora_A.weight"] = pair.a
+        arrays[f"{PREFIX}{module}.lora_B.weight"] = in_their_order(pair.b, slot.hf_rows)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_safetensors(folder / "adapter_model.safetensors", arrays, {"format": "pt"}, force=True)
+    text = json.dumps(peft_config(modules, base, _endings(slots, modules)), indent=2) + "\n"
+    with atomic_output(folder / CONFIG, len(text), force=True) as put:
+        put(text.encode())
+
+
+def _endings(slots: Mapping[str, Slot], modules: Mapping[str, object]) -> list[str]:
+    """The last words of the modules' names where these select them and no other matrix, or else all of their names."""
+    last = sorted({name.rpartition(".")[2] for name in modules})
+    every = [slot.hf.removesuffix(".weight") for slot in slots.values() if len(slot.shape) == 2]
+    selected = {name for name in every if name.rpartition(".")[2] in last}
+    return last if selected == set(modules) else sorted(modules)

@@ -101,7 +101,7 @@ def _kept(graph: Graph, op: Op, rows: int, dtype: torch.dtype) -> int:
     if op.kind == "layer_norm":  # its input and its output, which a linear layer reads
         return FLOAT * size(op.inputs[0]) + (FLOAT + 2 * low) * size(op.outputs[0])
     if op.kind == "linear" and op.outputs[0] != graph.names["logits"]:
-        weight = math.prod(next(s.shape for s in graph.family.slots(graph.hp) if s.name == op.weights[0]))
+        weight = math.prod(graph.weights[op.weights[0]])
         is_sum = all(graph.ops[i].kind == "add" for i in graph.consumers[op.outputs[0]])  # which keeps nothing
         return (0 if is_sum else narrow * size(op.outputs[0])) + low * narrow * weight
     if op.kind in ("gelu", "gelu_tanh", "mix", "cache"):  # results that the next one reads

@@ -147,13 +147,15 @@ class Trainer:
         held_out: HeldOut | None = None,
         pad: int | None = None,
         initial: Mapping[str, np.ndarray] | None = None,
+        engine: TorchEngine | None = None,
         facts: Mapping[str, Any] | None = None,
         notes: Mapping[str, Any] | None = None,
         report: Callable[[Mapping[str, Any]], None] = lambda line: None,
     ) -> None:
         """`facts` describe the data and the model; a checkpoint whose facts differ is refused on resume.
 
-        `initial` are the weights to begin with (float32, by our names), else they are drawn. `notes` go into the log's
+        `initial` are the weights to begin with (float32, by our names), else they are drawn; an `engine` has them
+        already, and its `parameters` are what is trained. `notes` go into the log's
         line where a run begins.
         """
         if options.recompute:
@@ -167,8 +169,10 @@ class Trainer:
             **({"optimizer": options.optimizer} if options.optimizer != "adamw" else {}),
             **(facts or {}),
         }
-        arrays = initial_weights(graph, options.seed, options.init) if initial is None else initial
-        self.engine = TorchEngine(graph, Weights(graph.family.slots(graph.hp), ArraySource(arrays)))
+        if engine is None:
+            arrays = initial_weights(graph, options.seed, options.init) if initial is None else initial
+            engine = TorchEngine(graph, Weights(graph.family.slots(graph.hp), ArraySource(arrays)))
+        self.engine = engine
         self.parameters = Parameters(self.engine.parameters)
         self._adamw = AdamW(self.parameters, weight_decay=options.weight_decay, betas=options.betas)
         self.step = 0

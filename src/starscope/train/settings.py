@@ -71,6 +71,10 @@ class Settings:
     seed: int = 0
     precision: str = "auto"
     recompute: bool = False
+    # An adapter beside the model to start from (adapters.py).
+    rank: int = 0  # 0: the model itself is trained
+    alpha: float | None = None  # None: the rank
+    targets: tuple[str, ...] = ()
     # What it tells and keeps.
     to: str = "f32"
     name: str = ""

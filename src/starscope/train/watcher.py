@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from starscope.engine.weights import ArraySource, Weights
 from starscope.model import Model
 from starscope.tokenizer import Tokenizer
@@ -29,9 +31,12 @@ NUMBERS = {  # keys of the log -> TensorBoard's names
 
 def live_model(trainer: Trainer, tokenizer: Tokenizer) -> Model:
     """The model in training as any other: what it computes follows the weights."""
-    arrays = {name: parameter.detach().numpy() for name, parameter in trainer.engine.parameters.items()}
     graph = trainer.engine.graph
-    weights = Weights(graph.family.slots(graph.hp), ArraySource(arrays))
+    slots = graph.family.slots(graph.hp)
+    there = {name: weight for name, weight in trainer.engine.weights.items() if isinstance(weight, Tensor)}
+    own = [slot.name for slot in slots if not slot.tied_to or there[slot.name] is not there[slot.tied_to]]
+    arrays = {name: there[name].detach().numpy() for name in own}
+    weights = Weights(slots, ArraySource(arrays))
     return Model(trainer.folder, weights, tokenizer, trainer.engine)
 
 

@@ -1,0 +1,211 @@
+"""`finetune`: an adapter (LoRA) trained beside a model, on plain text or code."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from starscope.cli.common import PATH, Session, everywhere, json_option
+from starscope.cli.signals import Stopped
+from starscope.cli.train import RESUMED, copy_checkpoint, copy_file, need_torch, take_checkpoint, use_threads
+from starscope.cli.train_options import DATA, KEEPING, LEARNING, ROWS, Command, Row, ignored_flags, options_of
+from starscope.cli.train_progress import training_progress
+from starscope.cli.units import plural
+from starscope.errors import UsageError
+
+if TYPE_CHECKING:
+    from starscope.train.adapters import AdapterJob, FinishedAdapter
+    from starscope.train.loop import Outcome
+    from starscope.train.settings import Settings
+
+ADAPTER = "Adapter"
+INT: dict[str, Any] = {"type": int, "metavar": "N"}
+FLOAT: dict[str, Any] = {"type": float, "metavar": "X"}
+RANKS = {  # flags of llama.cpp's finetune -> the modules that they give a rank to
+    "--rank-wq": "q_proj",
+    "--rank-wk": "k_proj",
+    "--rank-wv": "v_proj",
+    "--rank-wo": "o_proj",
+    "--rank-ffn-gate": "gate_proj",
+    "--rank-ffn-down": "down_proj",
+    "--rank-ffn-up": "up_proj",
+    "--rank-out": "lm_head",
+}
+OF_A_NEW_MODEL = frozenset({  # options of train that say what a model is, or write one
+    "vocab", "vocab_size", "preset", "family", "start", "hidden_size", "num_layers", "num_heads", "num_kv_heads",
+    "intermediate_size", "mult", "norm_epsilon", "activation", "init", "to", "license", "dry_run", "model_out",
+    "only_write_model",
+})  # fmt: skip
+OWN: tuple[Row, ...] = (
+    (ADAPTER, ("start", "--model-base"), {"type": PATH, "metavar": "MODEL", "help": "The same as MODEL."}),
+    (ADAPTER, ("rank", "-r", "--rank", "--lora-r"), {**INT, "help": "Rank of each adapted layer. Default: 8."}),
+    (ADAPTER, ("alpha", "--alpha", "--lora-alpha"),
+     {**FLOAT, "help": "The change is B A times alpha / rank. Default: the rank."}),
+    (ADAPTER, ("targets", "--targets", "--target"),
+     {"multiple": True, "metavar": "NAME[:RANK]",
+      "help": "Linear layers, by what their names end with; may be repeated, or names with commas between. "
+              "Default: all-linear, which is all but the output matrix."}),
+    *((ADAPTER, (f"rank_{module}", flag), {**INT, "help": f"The same as --targets {module}:N beside the others."})
+      for flag, module in RANKS.items()),
+    (KEEPING, ("lora_out", "--lora-out"),
+     {"type": PATH, "metavar": "FILE", "help": "Write adapter.gguf there too; ITERATION becomes its step."}),
+    (KEEPING, ("merges", "--merge"), {"is_flag": True, "help": "Write merged.gguf too: model and adapter in one."}),
+    (KEEPING, ("to", "--to"), {"metavar": "TYPE", "help": "The type of merged.gguf. Default: the model's own."}),
+    (KEEPING, ("only_write", "--only-write-lora", "--only-write-model"),
+     {"is_flag": True, "help": "Train no further: write the adapter of the checkpoint in DIR."}),
+)  # fmt: skip
+NORMS = ("--rank-att-norm", "--rank-ffn-norm", "--rank-out-norm", "--rank-tok-embd")
+
+
+def finetune_options(function: Any) -> Any:
+    """Those of an adapter, and of `train` all that are about data, learning and keeping."""
+    rows = [row for row in ROWS if row[1][0] not in OF_A_NEW_MODEL]
+    parts = {title: [row for row in (*OWN, *rows) if row[0] == title] for title in (DATA, ADAPTER, LEARNING, KEEPING)}
+    rest = [(LEARNING, *row[1:]) for row in rows if row[0] not in parts]  # the context
+    return options_of([*parts[DATA], *parts[ADAPTER], *rest, *parts[LEARNING], *parts[KEEPING]])(function)
+
+
+@click.command(cls=Command)
+@click.argument("model", metavar="[MODEL]", required=False, type=PATH)
+@click.argument("more", nargs=-1, metavar="[PATH]...", type=PATH)
+@finetune_options
+@click.option(*NORMS, "norms", type=int, hidden=True, help="Of llama.cpp's finetune, without effect here.")
+@json_option
+@everywhere
+@click.pass_context
+def finetune(
+    ctx: click.Context,
+    /,
+    model: str | None,
+    more: tuple[str, ...],
+    start: str | None,
+    out: str | None,
+    resume: bool,
+    force: bool,
+    checkpoint_in: str | None,
+    checkpoint_out: str | None,
+    lora_out: str | None,
+    merges: bool,
+    only_write: bool,
+    threads: int | None,
+    norms: int | None,
+    **given: Any,
+) -> None:
+    """Train an adapter (LoRA) beside a model, on plain text or code.
+
+    MODEL is a GGUF file in any format, a Hugging Face folder, or demo; its own weights stand still. PATH, like --data,
+    is a file or a folder of text. DIR gets adapter/ (for PEFT), adapter.gguf (for llama.cpp; both for --lora here),
+    log.jsonl and report.html; the checkpoint in it is what --resume goes on from, with the same bits. Ctrl-C saves.
+    The flags of llama.cpp's finetune are taken too, with - or _ between their words.
+    """
+    session: Session = ctx.obj
+    if out is None:
+        raise UsageError("there is no --out; expected a folder for the adapter.")
+    for text in ignored_flags(ctx, session.args):
+        session.note(f"note: {text}")
+    if norms is not None:
+        session.note("note: norms and the token embedding get no adapter: a rank for them has no effect.")
+    if start is not None and model is not None:
+        more = (model, *more)
+    resume = resume or only_write or checkpoint_in is not None
+    given |= {"start": start or model, "data": (*given["data"], *more), "targets": targets_of(given)}
+    settings = read_settings(session, given, Path(out), resume, checkpoint_in)
+    need_torch()
+    use_threads(threads)
+
+    from starscope.train.adapters import AdapterJob
+
+    folder = Path(out)
+    with training_progress(session) as shown:
+        job = AdapterJob(settings, folder, force=force, report=shown.line, say=shown.say, progress=shown.prepare)
+        job.check_output(resume=resume)
+        if checkpoint_in is not None:
+            take_checkpoint(Path(checkpoint_in), folder)
+        job.prepare(resume=resume)
+        shown.begin(job.settings.steps, job.trainer.step)
+        outcome = None if only_write else job.train()
+    if checkpoint_out is not None and outcome is not None:
+        copy_checkpoint(session, folder, checkpoint_out, outcome.step)
+    if outcome is not None and outcome.signal is not None:
+        session.note(f"stopped after step {outcome.step}; {RESUMED}")
+        raise KeyboardInterrupt if outcome.signal == signal.SIGINT else Stopped(outcome.signal)
+    made = job.write(merge=merges)
+    if lora_out is not None:
+        target = lora_out.replace("ITERATION", str(job.trainer.step)).replace("LATEST", "latest")
+        copy_file(made.file, Path(target))
+    tell_end(session, job, outcome, made)
+
+
+def targets_of(given: dict[str, Any]) -> tuple[str, ...]:
+    """The targets that were asked for; ranks of single modules come behind, beside all linear layers or the others."""
+    from starscope.train.adapters import ALL_LINEAR
+
+    asked = [name for part in given.pop("targets") for name in part.split(",") if name]
+    ranks = {module: given.pop(f"rank_{module}") for module in RANKS.values()}
+    own = [f"{module}:{rank}" for module, rank in ranks.items() if rank is not None]
+    return (*(asked or ([ALL_LINEAR] if own else [])), *own)
+
+
+def read_settings(
+    session: Session, given: Mapping[str, Any], folder: Path, resume: bool, checkpoint: str | None
+) -> Settings:
+    """The settings of the run: what was given, over what is usual or what the run in the folder was asked for."""
+    from starscope.train import settings as of
+    from starscope.train.adapters import with_defaults
+    from starscope.train.flags import translate
+
+    saved = of.read_settings(folder) if resume and (checkpoint is None or (folder / of.FILE).exists()) else None
+    usual = of.resolve({} if saved else with_defaults({}), saved=saved)
+    asked, notes = translate(given, vars(usual))
+    for note in notes:
+        session.note(f"note: {note}")
+    if (asked.get("seed") or 0) < 0:
+        asked["seed"] = secrets.randbelow(2**31)
+        session.note(f"note: the seed is {asked['seed']}.")
+    settings = of.resolve(asked if saved else with_defaults(asked), saved=saved)
+    if not settings.start:
+        raise UsageError("there is no MODEL; expected the model that the adapter is for.")
+    if not settings.data:
+        raise UsageError("there is no --data; expected files or folders of text.")
+    if settings.rank < 1:
+        raise UsageError(f"the rank is {settings.rank}; expected at least 1.")
+    return settings
+
+
+def tell_end(session: Session, job: AdapterJob, outcome: Outcome | None, made: FinishedAdapter) -> None:
+    """The document, or what was made and how well it does, a line each."""
+    from starscope.train.report import last, read_log
+
+    step, measured = job.trainer.step, outcome.bits_per_byte if outcome is not None else None
+    measured = last(read_log(job.trainer.log_path), "bits_per_byte") if measured is None else measured
+    if outcome is not None and outcome.converged:
+        session.note(f"ended early: {outcome.converged}")
+    if session.json:
+        session.document(
+            {
+                "adapter": str(made.folder),
+                "file": str(made.file),
+                "merged": None if made.merged is None else str(made.merged),
+                "report": str(made.report),
+                "log": str(job.trainer.log_path),
+                "steps": step,
+                "parameters": job.parameters,
+                "ranks": job.ranks,
+                "alpha": job.alpha,
+                "bits_per_byte": measured,
+                "held_out_loss": None if outcome is None else outcome.held_out_loss,
+                "converged": outcome.converged if outcome is not None else "",
+            }
+        )
+    held_out = "" if measured is None else f", {measured:.3f} bits per byte on held-out text"
+    session.note(f"{plural(step, 'step')}, {job.parameters:,} parameters beside the model{held_out}")
+    session.note(f"{made.folder}: for PEFT; {made.file}: for llama.cpp; read again: the logits are the trained ones")
+    if made.merged is not None:
+        session.note(f"{made.merged}: the model with the adapter in it")
+    session.note(f"{made.report}: how it went")
+    session.note(f"go on with: starscope run {job.settings.start} 'TEXT' --lora {made.file}")
