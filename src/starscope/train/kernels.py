@@ -28,15 +28,17 @@ class _LinearBfloat16(torch.autograd.Function):
     ) -> Tensor:
         narrow = x.to(torch.bfloat16)
         ctx.save_for_backward(narrow, matrix)
-        ctx.input_dtype, ctx.has_bias = x.dtype, offset is not None
+        ctx.input_dtype = x.dtype
         return F.linear(narrow, matrix, offset)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         narrow, matrix = ctx.saved_tensors
         g = gradients[0].to(torch.bfloat16)
-        bias = g.sum(0).float() if ctx.has_bias else None  # summed in float32; asked for it, torch copies all of g
-        return (g @ matrix).to(ctx.input_dtype), (g.t() @ narrow).float(), bias, None, None
+        _, of_weight, of_bias, *_ = ctx.needs_input_grad  # weights may stand still
+        bias = g.sum(0).float() if of_bias else None  # summed in float32; asked for it, torch copies all of g
+        weight = (g.t() @ narrow).float() if of_weight else None
+        return (g @ matrix).to(ctx.input_dtype), weight, bias, None, None
 
 
 def linear_bfloat16(
@@ -108,7 +110,8 @@ class _LinearLoss(torch.autograd.Function):
         narrow, matrix = x.to(low), weight.to(low)
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        dx, dw = (torch.empty_like(x), torch.zeros_like(weight)) if wanted else (None, None)
+        dx = torch.empty_like(x) if wanted else None
+        dw = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for start in range(0, len(x), chunk):
             part, aims = narrow[start : start + chunk], targets[start : start + chunk]
             counts = aims != IGNORED
@@ -118,12 +121,14 @@ class _LinearLoss(torch.autograd.Function):
             of_targets = logits.gather(1, index)[:, 0]
             sums = logits.exp_().sum(1)
             total += ((sums.log() - of_targets) * counts).sum(dtype=torch.float64)
-            if dx is None or dw is None:
+            if dx is None:
                 continue
             logits *= (counts / sums)[:, None]  # probabilities; nothing where there is no target
             logits.scatter_add_(1, index, -counts.to(logits.dtype)[:, None])
             gradient = logits.to(low)
             dx[start : start + chunk] = gradient @ matrix
+            if dw is None:
+                continue
             if low == weight.dtype:
                 dw.addmm_(gradient.t(), part)
             else:
@@ -134,7 +139,7 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
-        return dx * gradients[0], dw * gradients[0], None, None, None
+        return dx * gradients[0], None if dw is None else dw * gradients[0], None, None, None
 
 
 def linear_loss(x: Tensor, weight: Tensor, targets: Tensor, low: torch.dtype) -> Tensor:
