@@ -148,8 +148,9 @@ class GGUFSource:
         return decoded[row - first : row - first + 1].copy()
 
     def _decode_rows(self, slot: Slot, rows: Sequence[int]) -> Array:
-        info = self._file.tensors[slot.gguf]
+        info, keep = self._file.tensors[slot.gguf], self._keep.get(slot.gguf)
         assert info.format is not None
+        rows = rows if keep is None else keep[list(rows)].tolist()
         room = np.empty(len(rows) * info.row_bytes, np.uint8)
         return decode(info.format, self._file.read_each_row(slot.gguf, rows, room))
 
