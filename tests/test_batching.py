@@ -61,6 +61,9 @@ class CountingEngine:
 
 
 class Detokenizer:
+    def __init__(self, after: Sequence[int]) -> None:
+        self.after = after
+
     def push(self, token_id: int) -> str:
         return chr(token_id)
 

@@ -51,7 +51,7 @@ class ScriptedEngine:
 
 
 class ByteDetokenizer:
-    def __init__(self) -> None:
+    def __init__(self, after: Sequence[int]) -> None:
         self.held = b""
 
     def push(self, token_id: int) -> str:

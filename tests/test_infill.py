@@ -290,7 +290,7 @@ def test_what_describes_a_hole_needs_a_suffix(demo: starscope.Model, name: str) 
 def make_tokenizer(*, fim: bool = True, add_bos: bool = False) -> SimpleNamespace:
     """Bytes are tokens; `special=True` would turn "<fim_suffix>" into its id."""
 
-    def encode(text: str, special: bool = False) -> list[int]:
+    def encode(text: str, special: bool = False, begins: bool = True) -> list[int]:
         if special and "<fim_suffix>" in text:
             return [SUFFIX]
         return list(text.encode())

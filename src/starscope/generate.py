@@ -267,7 +267,7 @@ class Continuation:
         self._prompt_ids, self._options = prompt_ids, options
         under = None if edits is None else edits.key(len(prompt_ids), row)
         self._kept = cache.reuse(prompt_ids, row=row, under=under)
-        self._sampler, self._detokenizer = make_sampler(options.sampling, prompt_ids), tokenizer.stream()
+        self._sampler, self._detokenizer = make_sampler(options.sampling, prompt_ids), tokenizer.stream(prompt_ids)
         self._scanner = StopScanner(options.stop)
         self._tokens: list[int] = []
         self._text: list[str] = []

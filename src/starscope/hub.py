@@ -33,8 +33,8 @@ DEFAULT_TYPES = ("Q4_K_M", "Q8_0")
 OFFLINE_FLAGS = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 TIMEOUT_S = 10.0
 FILE_ENDS = (".gguf", ".safetensors", ".bin", ".json")  # a name that ends so is a path
-BESIDE = ("*.json", "merges.txt", "*.jinja", "README.md")  # config, tokenizer, licence
-TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"))
+BESIDE = ("*.json", "merges.txt", "tokenizer.model", "*.jinja", "README.md")  # config, tokenizer, licence
+TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 
 _NAME = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>\w[\w./-]*))?(?::(?P<type>\w+))?", re.ASCII

@@ -3,6 +3,10 @@ r"""Fill-in-the-middle prompts (Bavarian et al. 2022), written as token ids, wit
     PSM   <fim_prefix> P <fim_suffix> S <fim_middle>
     SPM   <fim_prefix> <fim_suffix> S <fim_middle> P          (variant 2, as StarCoder was trained)
 
+Code Llama writes ▁<PRE> P ▁<SUF> S ▁<MID>, DeepSeek-Coder <｜fim▁begin｜> P <｜fim▁hole｜> S <｜fim▁end｜>. Where a
+tokenizer puts a space before a text, P gets it and S does not, in either order: S goes on from the hole (Rozière et
+al. 2023, §2.3, and their `infilling_prompt_tokens`).
+
 Other files and the names of things are written with the vocabulary's own tokens, as `FORMS` says. Texts and names are
 never parsed for special tokens: code that contains "<fim_suffix>" stays text. What does not fit is cut where it
 matters least: first the other files, the farthest from the hole first; then the prefix keeps its end, the suffix its
@@ -127,7 +131,7 @@ def infill_prompt(
     least = markers + bool(prefix or suffix)
     if budget < least:
         raise ContextOverflowError(f"a fill-in-the-middle prompt needs {least} tokens; {budget} are free.")
-    before, after = tokenizer.encode(prefix), tokenizer.encode(suffix)
+    before, after = tokenizer.encode(prefix), tokenizer.encode(suffix, begins=False)
     whole = len(before) + len(after) + sum(len(head) + len(text) for head, text in blocks)
     before, after = cut_to_fit(before, after, room)
     context = keep_nearest(blocks, room - len(before) - len(after))

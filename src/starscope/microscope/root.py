@@ -194,7 +194,10 @@ class Root(Editable):
         """
         ids = self._ids(prompt)
         added = len(ids) - len(self.tokenizer.encode(prompt))
-        return [(0, 0)] * added + token_spans(self.tokenizer.token_bytes, ids[added:], prompt)
+        spelled = self.tokenizer.spelled(prompt)
+        before = len(spelled) - len(prompt)  # a space that the tokenizer puts there
+        spans = token_spans(self.tokenizer.token_bytes, ids[added:], spelled)
+        return [(0, 0)] * added + [(max(0, start - before), stop - before) for start, stop in spans]
 
     def token_positions(self, prompt: str, start: int, stop: int) -> list[int]:
         """The positions of the tokens that have a part of the characters `[start, stop)` of a prompt, ascending."""
