@@ -175,3 +175,17 @@ def test_any_rank_runs_in_the_native_engine(files, rank, kind, tmp_path):
     found, wanted = (logits(file, engine, lora=tmp_path) for engine in ("native", "numpy"))
     usual = share(logits(file, "native"), logits(file))
     assert share(found, wanted) <= max(2 * usual, 64 * ULP)
+
+
+def test_what_is_rounded_is_the_originals_weight_with_the_change_in_it(files, adapters):
+    from starscope.formats import decode, encode, find_format
+
+    original = starscope.load(files / "tied-f32.gguf", engine="numpy")
+    model = starscope.load(
+        files / "tied-q8_0.gguf", engine="numpy", lora=(adapters / "tied-0", 0.5), lora_base=files / "tied-f32.gguf"
+    )
+    adapter = starscope.lora.read_adapter(adapters / "tied-0", model.family, model.hparams)
+    for name, pair in adapter.pairs.items():
+        exact = original.weights[name] + (pair.b * np.float32(0.5 * pair.scale)) @ pair.a
+        q8_0 = find_format("Q8_0")
+        assert np.array_equal(model.weights[name], decode(q8_0, encode(q8_0, exact)).reshape(exact.shape))
