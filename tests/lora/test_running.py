@@ -190,3 +190,12 @@ def test_what_is_rounded_is_the_originals_weight_with_the_change_in_it(files, ad
         q8_0 = find_format("Q8_0")
         wanted = decode(q8_0, encode(q8_0, exact)).reshape(exact.shape)
         assert (model.weights[name] != wanted).mean() < 0.002, name  # a sum's last bit may turn a rounding
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0", "q4_k_m", "bf16"])
+def test_an_embedding_that_peft_saved_unchanged_leaves_the_models_own_as_it_is_stored(files, adapters, kind):
+    file = files / f"tied-{kind}.gguf"
+    model = starscope.load(file, engine="numpy", lora=(adapters / "tied-0", 0.5))  # of lm_head, among others
+    stored = starscope.load(file, engine="numpy").weights.format_name("embed_tokens.weight")
+    assert model.weights.format_name("embed_tokens.weight") == stored
+    assert model.weights.is_tied("lm_head.weight")

@@ -149,7 +149,7 @@ def combined(adapters: Sequence[tuple[Adapter, float]], weights: Weights) -> tup
             found.setdefault(name, []).append(Pair(pair.a, pair.b * np.float32(pair.scale * scale), 1.0))
         for name, values in adapter.whole.items():
             own = _float(weights.source, weights.slots, name)
-            if np.array_equal(own, values):
+            if np.array_equal(own, _as_stored(weights, name, values)):
                 continue  # PEFT saves embeddings that it has not changed, too
             change = values if scale == 1 else whole.get(name, own) + np.float32(scale) * (values - own)
             whole[name] = np.ascontiguousarray(change)
@@ -158,6 +158,15 @@ def combined(adapters: Sequence[tuple[Adapter, float]], weights: Weights) -> tup
         a, b = np.concatenate([p.a for p in several]), np.concatenate([p.b for p in several], axis=1)
         pairs[name] = Pair(a, np.ascontiguousarray(b), 1.0)
     return pairs, whole
+
+
+def _as_stored(weights: Weights, name: str, values: Array) -> Array:
+    """Values as the format that the model stores a tensor in rounds them."""
+    form = find_format(weights.format_name(name))
+    if form.name == "F32" or form.encode is None:
+        return values
+    raw = encode_checked(name, form, np.ascontiguousarray(values).reshape(-1, values.shape[-1]))
+    return decode(form, raw).reshape(values.shape)
 
 
 def _float(source: Source, slots: Mapping[str, Slot], name: str) -> Array:
