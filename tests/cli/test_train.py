@@ -332,3 +332,18 @@ def test_on_a_terminal_a_bar_shows_the_loss_the_speed_and_the_time_left(corpus, 
     shown = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", seen).decode()
     assert re.search(r"training .* 3/3 loss \d+\.\d+ · rate \S+ · [\d,]+ tokens/s · 0 s left", shown)
     assert "bits per byte of held-out text" in shown
+
+
+def test_a_dry_run_ends_as_the_run_would_and_counts_nothing_of_an_earlier_one(cli, corpus, tmp_path):
+    folder = shutil.copytree(corpus, tmp_path / "code")
+    assert cli("train", folder, "--out", folder / "out", "--steps", 1, *SIZES).exit_code == 0
+    there = cli("train", folder, "--out", folder / "out", "--dry-run", *SIZES)
+    assert there.exit_code == 2
+    assert "holds a run" in there.stderr
+    again = cli("train", folder, "--out", folder / "out", "--dry-run", "--force", "--json", *SIZES)
+    assert again.exit_code == 0, again.stderr
+    assert json.loads(again.stdout)["data"]["documents"] == 12
+    short = ("--ctx", 8192, "--steps", 1)
+    planned = cli("train", corpus, "--dry-run", *SIZES, *short)
+    real = cli("train", corpus, "--out", tmp_path / "x", *SIZES, *short)
+    assert planned.exit_code == real.exit_code == 4

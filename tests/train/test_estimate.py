@@ -27,7 +27,7 @@ RUN = """
     from support.training import tiny_graph
 
     graph = tiny_graph({shape})
-    options = TrainOptions(2, Schedule(1e-3, 1, 10), 8, 8, precision={dtype!r}, recompute={recompute})
+    options = TrainOptions(2, Schedule(1e-3, 1, 10), 8, 8, precision={dtype!r}, {options})
     said = estimate(graph, options, getattr(torch, {dtype!r})).total
     ids = np.random.default_rng(0).integers(0, graph.hp.vocab_size, 20000).astype("<u2")
     batches = Batches(ids, context_length=graph.hp.context_length, seed=0)
@@ -35,16 +35,24 @@ RUN = """
     print(said / peak_rss_bytes())
 """
 DEEP = "context_length=256, hidden_size=256, num_layers=8, intermediate_size=1024"
+LARGE = "context_length=32, hidden_size=256, num_layers=6, intermediate_size=1024, vocab_size=8192"
 WIDE = "context_length=128, hidden_size=128, num_layers=4, intermediate_size=512, vocab_size=32000, num_kv_heads=4"
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "recompute"),
-    [(DEEP, "float32", False), (DEEP, "bfloat16", False), (DEEP, "float32", True), (WIDE, "float32", False)],
+    ("shape", "dtype", "options"),
+    [
+        (DEEP, "float32", ""),
+        (DEEP, "bfloat16", ""),
+        (DEEP, "float32", "recompute=True"),
+        (WIDE, "float32", ""),
+        (LARGE, "float32", "optimizer='lbfgs', lbfgs_iterations=8"),
+    ],
+    ids=["deep", "bfloat16", "recompute", "wide", "lbfgs"],
 )
-def test_the_peak_is_within_15_percent_of_what_was_said(shape, dtype, recompute):
+def test_the_peak_is_within_15_percent_of_what_was_said(shape, dtype, options):
     tests = str(Path(__file__).parent.parent)
-    script = textwrap.dedent(RUN).format(tests=tests, shape=shape, dtype=dtype, recompute=recompute)
+    script = textwrap.dedent(RUN).format(tests=tests, shape=shape, dtype=dtype, options=options)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert float(done.stdout) == pytest.approx(1.0, abs=0.15)
 

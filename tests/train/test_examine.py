@@ -66,19 +66,23 @@ def test_held_out_text_that_is_trained_on_too_is_a_problem(tmp_path):
     report = examine(options(write_tree(tmp_path / "tree"), held_out=0.2, split="documents"))
     assert report.leakage is not None
     assert report.leakage.gram_share > 0.5  # the tree repeats five texts
-    assert any("runs of 13 words are in the training text too" in problem for problem in report.problems)
+    [problem] = report.problems
+    assert "runs of 13 words are in the training text too" in problem.text
+    assert problem.status == 0  # the run would go on
 
 
 def test_a_text_shorter_than_the_context_and_one_too_poor_for_the_vocabulary_are_problems(tmp_path):
     tree = write_tree(tmp_path / "tree")
     [problem] = examine(options(tree, context_length=100_000, held_out=0)).problems
-    assert problem.endswith("tokens; expected at least the context, 100000.")
-    with pytest.raises(InvalidContentError, match="expected at least context_length, 100000"):
+    assert problem.text.endswith("tokens; expected at least the context, 100000.")
+    with pytest.raises(InvalidContentError, match="expected at least context_length, 100000") as refused:
         prepare(options(tree, context_length=100_000, held_out=0), tmp_path / "a").batches()
+    assert refused.value.exit_status == problem.status
     [problem] = examine(options(tree, vocab_size=30_000, held_out=0)).problems
-    assert problem.endswith("tokens; a vocabulary of 30000 was asked for.")
-    with pytest.raises(InvalidContentError, match="expected 30000"):
+    assert problem.text.endswith("tokens; a vocabulary of 30000 was asked for.")
+    with pytest.raises(InvalidContentError, match="expected 30000") as refused:
         prepare(options(tree, vocab_size=30_000, held_out=0), tmp_path / "b")
+    assert refused.value.exit_status == problem.status
 
 
 def test_missing_data_fails_at_once(tmp_path):

@@ -145,6 +145,9 @@ def test_a_disk_that_is_too_small_is_told_before_training(corpus, tmp_path, monk
     monkeypatch.setattr(job.shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 10, 10))
     with pytest.raises(DoesNotFitError, match="its disk has 10 free"):
         Job(settings_of(corpus), tmp_path / "out").prepare()
+    plan = make_plan(settings_of(corpus), tmp_path / "out")
+    assert "its disk has 10 free" in plan.problems[-1].text
+    assert plan.status == DoesNotFitError.exit_status
 
 
 def test_a_model_that_does_not_fit_into_memory_is_told_before_training(corpus, tmp_path, monkeypatch):
@@ -154,7 +157,8 @@ def test_a_model_that_does_not_fit_into_memory_is_told_before_training(corpus, t
         Job(settings_of(corpus), tmp_path / "out").prepare()
     plan = make_plan(settings_of(corpus))
     assert plan.seconds is None
-    assert "100000 are free" in plan.problems[-1]
+    assert "100000 are free" in plan.problems[-1].text
+    assert plan.status == DoesNotFitError.exit_status
 
 
 def test_an_output_that_is_something_else_is_left_alone(corpus, tmp_path):

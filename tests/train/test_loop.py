@@ -22,7 +22,7 @@ from starscope.train.loop import (
     TrainOptions,
     bits_per_byte,
 )
-from starscope.train.precision import choose_precision
+from starscope.train.precision import PROBE_SECONDS, _probe, choose_precision
 from starscope.train.schedules import Schedule
 from starscope.train.stopping import EarlyStop
 from support.runs import FIM, HELD_OUT, SCHEDULE, make_trainer, read_log, same_bits
@@ -120,13 +120,29 @@ def test_bits_per_byte_are_those_of_the_tokens_one_by_one(tmp_path):
 
 def test_bfloat16_is_chosen_only_where_it_pays(monkeypatch):
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
-    monkeypatch.setattr("starscope.train.precision._probe", {torch.float32: 1.0, torch.bfloat16: 0.5}.__getitem__)
+    monkeypatch.setattr("starscope.train.precision._probe", lambda: {torch.float32: 1.0, torch.bfloat16: 0.5})
     assert choose_precision() == (torch.bfloat16, "bfloat16: a product in bfloat16 is 2.0 times as fast as in float32")
-    monkeypatch.setattr("starscope.train.precision._probe", {torch.float32: 1.0, torch.bfloat16: 0.9}.__getitem__)
+    monkeypatch.setattr("starscope.train.precision._probe", lambda: {torch.float32: 1.0, torch.bfloat16: 0.9})
     assert choose_precision()[0] == torch.float32
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
     assert choose_precision() == (torch.float32, "float32: this processor has no bfloat16 arithmetic")
+
+
+def test_the_probe_takes_turns_and_the_least_of_each_within_its_time(monkeypatch):
+    """So that another program, which stops one product or slows down many, decides nothing."""
+    now = [0.0]
+
+    def clock() -> float:  # every fourth product is interrupted for 10 ms
+        calls[0] += 1
+        now[0] += 0.010 if calls[0] % 13 == 0 else 0.0005
+        return now[0]
+
+    calls = [0]
+    monkeypatch.setattr("starscope.train.precision.time.perf_counter", clock)
+    least = _probe()
+    assert list(least.values()) == pytest.approx([0.0005, 0.0005])
+    assert PROBE_SECONDS <= now[0] < PROBE_SECONDS + 0.03
 
 
 def test_options_that_cannot_be_are_refused():

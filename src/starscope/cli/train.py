@@ -63,13 +63,15 @@ def train(
     settings = read_settings(session, given, preset, folder, resume, checkpoint_in)
     need_torch()
     use_threads(threads)
+    from starscope.train.job import Job
+
     if dry_run:
         from starscope.cli.train_plan import tell_plan
 
-        tell_plan(session, settings)
+        if out is not None:
+            Job(settings, folder, force=force).check_output(resume=resume)
+        tell_plan(session, settings, None if out is None else folder)
         return
-
-    from starscope.train.job import Job
 
     with training_progress(session) as shown:
         job = Job(settings, folder, force=force, report=shown.line, say=shown.say, progress=shown.prepare)

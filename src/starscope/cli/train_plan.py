@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import click
 
 from starscope.cli.common import Session
 from starscope.cli.train_progress import clock
@@ -10,24 +13,32 @@ from starscope.cli.units import bytes_text
 
 if TYPE_CHECKING:
     from starscope.family import HParams
+    from starscope.train.plan import Plan
     from starscope.train.settings import Settings
 
 
-def tell_plan(session: Session, settings: Settings) -> None:
-    """Print the plan, or its document."""
+def tell_plan(session: Session, settings: Settings, out: Path | None) -> None:
+    """Print the plan, or its document, and end with the status that a run would end with."""
     from starscope.train.plan import make_plan
 
-    plan = make_plan(settings)
+    plan = make_plan(settings, out)
     for note in (*plan.data.notes, *plan.notes):
         session.note(f"note: {note}")
     for problem in plan.problems:
-        session.note(f"problem: {problem}")
+        session.note(f"problem: {problem.text}")
     if session.json:
         session.document(plan.as_json())
-        return
+    else:
+        session.write("".join(f"{name:<12} {text}\n" for name, text in rows(plan).items()))
+    if plan.status:
+        raise click.exceptions.Exit(plan.status)
+
+
+def rows(plan: Plan) -> dict[str, str]:
+    """What a person wants to know of it."""
     data, settings = plan.data, plan.settings
     about = "about " if data.is_estimate else ""
-    rows = {
+    made = {
         "text": f"{data.documents:,} documents, {bytes_text(data.bytes)}",
         "vocabulary": f"{data.vocab_size:,} tokens ({data.vocab})",
         "to train on": f"{data.train_documents:,} documents, {about}{data.train_tokens:,} tokens, "
@@ -36,11 +47,11 @@ def tell_plan(session: Session, settings: Settings) -> None:
         f"{data.held_out_share:.1%} of the text",
     }
     if data.leakage is not None:
-        rows["leakage"] = (
+        made["leakage"] = (
             f"{data.leakage.line_share:.1%} of the held-out lines and {data.leakage.gram_share:.1%} of its runs of "
             "13 words are in the text to train on"
         )
-    rows |= {
+    return made | {
         "model": f"{plan.parameters:,} parameters: {shape(plan.graph.hp)}",
         "updates": f"{settings.steps:,} of {settings.batch_size} samples, {plan.epochs:.2f} times through the data",
         "memory": f"{bytes_text(plan.memory.total)}: "
@@ -48,7 +59,6 @@ def tell_plan(session: Session, settings: Settings) -> None:
         "disk": bytes_text(plan.disk_bytes),
         "time": "not tried" if plan.seconds is None else f"{clock(plan.seconds)}, in {plan.precision}, and evaluations",
     }
-    session.write("".join(f"{name:<12} {text}\n" for name, text in rows.items()))
 
 
 def shape(hp: HParams) -> str:

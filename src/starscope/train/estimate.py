@@ -43,7 +43,8 @@ def estimate(graph: Graph, options: TrainOptions, dtype: torch.dtype = torch.flo
     """The memory of a run with products in `dtype` (`choose_precision()[0]` where the run would probe)."""
     parameters = FLOAT * sum(math.prod(slot.shape) for slot in graph.family.slots(graph.hp) if not slot.tied_to)
     rows = options.micro_batch_size * graph.hp.context_length
-    held = {"adamw": 2, "lbfgs": 2 * HISTORY + 6}[options.optimizer]  # arrays of the model's size
+    # Arrays of the model's size: moments; pairs of history, directions and what a line search keeps of its tries.
+    held = {"adamw": 2, "lbfgs": 2 * HISTORY + 8}[options.optimizer]
     return MemoryEstimate(
         {
             "process": resident_bytes() + LIBRARIES,
@@ -117,5 +118,5 @@ def _logits(graph: Graph, rows: int) -> int:
     whole: int = FLOAT * rows * graph.hp.vocab_size
     if whole <= LOGIT_BYTES:
         return 4 * whole
-    table: int = FLOAT * graph.hp.vocab_size * graph.hp.hidden_size  # whose gradient is there twice more for a moment
-    return 3 * CHUNK_BYTES + 2 * table
+    table: int = FLOAT * graph.hp.vocab_size * graph.hp.hidden_size  # whose gradient is there once more for a moment
+    return 3 * CHUNK_BYTES + table

@@ -35,10 +35,18 @@ MUCH = 0.1  # a share of held-out 13-grams that is worth a word
 
 
 @dataclass(frozen=True)
+class Problem:
+    """What would stop a run, or spoil what it measures. `status` is what the run would end with; 0: it would go on."""
+
+    text: str
+    status: int = 0
+
+
+@dataclass(frozen=True)
 class DataReport:
     """Sizes are in bytes of text; `is_estimate` says whether the tokens were counted or estimated from a part.
 
-    `problems` are what would stop the run or spoil what it measures, `notes` what was found, assumed or left out.
+    `notes` are what was found, assumed or left out.
     """
 
     documents: int
@@ -57,10 +65,10 @@ class DataReport:
     samples: int  # in an epoch
     leakage: Leakage | None  # None when nothing is held out
     notes: list[str]
-    problems: list[str]
+    problems: list[Problem]
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "problems": [problem.text for problem in self.problems]}
 
 
 def examine(options: DataOptions, progress: Progress = nothing) -> DataReport:
@@ -68,7 +76,7 @@ def examine(options: DataOptions, progress: Progress = nothing) -> DataReport:
     found = find_documents(options.paths, suffixes=options.suffixes, exclude=options.exclude)
     corpus = survey(found, lambda done, total: progress("reading", done, total))
     parts = split_text(corpus.passages, options.held_out, options.split)
-    problems: list[str] = []
+    problems: list[Problem] = []
     notes = [*corpus.notes, parts.note]
     codec, vocab_size, has_fim = _vocabulary(options, corpus, parts, problems)
     if options.fim_rate > 0 and not has_fim:
@@ -76,15 +84,13 @@ def examine(options: DataOptions, progress: Progress = nothing) -> DataReport:
     tokens = {name: _count(codec, passages) for name, passages in (("train", parts.train), ("held", parts.held_out))}
     leakage = measure_leakage(parts.train, parts.held_out) if parts.held_out else None
     if leakage is not None and leakage.gram_share > MUCH:
-        problems.append(
-            f"{leakage.gram_share:.0%} of the held-out runs of 13 words are in the training text too: "
-            "what is measured on them is partly memory."
-        )
+        share = f"{leakage.gram_share:.0%} of the held-out runs of 13 words are in the training text too"
+        problems.append(Problem(f"{share}: what is measured on them is partly memory."))
     train_tokens = tokens["train"][0]
     if train_tokens < options.context_length:
-        problems.append(
-            f"the text to train on has {train_tokens} tokens; expected at least the context, {options.context_length}."
-        )
+        found_tokens = f"the text to train on has {train_tokens} tokens"
+        expected = f"expected at least the context, {options.context_length}"
+        problems.append(Problem(f"{found_tokens}; {expected}.", InvalidContentError.exit_status))
     train_bytes, held_out_bytes = _bytes(parts.train), _bytes(parts.held_out)
     return DataReport(
         documents=len(corpus.passages),
@@ -111,7 +117,7 @@ def _bytes(passages: Sequence[Passage]) -> int:
     return sum(passage.bytes for passage in passages)
 
 
-def _vocabulary(options: DataOptions, corpus: Corpus, parts: Split, problems: list[str]) -> tuple[Codec, int, bool]:
+def _vocabulary(options: DataOptions, corpus: Corpus, parts: Split, problems: list[Problem]) -> tuple[Codec, int, bool]:
     """A codec like that of the run, its size, and whether it can mark a middle."""
     if options.vocab == "chars":
         characters = {
@@ -127,7 +133,8 @@ def _vocabulary(options: DataOptions, corpus: Corpus, parts: Split, problems: li
         except StarscopeError as error:
             raise InvalidContentError(f"no vocabulary can be made: {error.message}") from error
         if options.vocab_size is not None and bpe.vocab_size != size and _bytes(parts.train) <= VOCABULARY_BYTES:
-            problems.append(f"the text gives {bpe.vocab_size} tokens; a vocabulary of {size} was asked for.")
+            text = f"the text gives {bpe.vocab_size} tokens; a vocabulary of {size} was asked for."
+            problems.append(Problem(text, InvalidContentError.exit_status))
         return bpe, size if options.vocab_size is not None else bpe.vocab_size, True
     tokenizer = open_tokenizer(options.vocab)
     tokenizer.to_metadata()  # refuses what the finished model's file could not hold

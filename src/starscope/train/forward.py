@@ -65,6 +65,7 @@ class Forward:
     ) -> None:
         self.engine, self.recompute, self.dtype, self._logit_bytes = engine, recompute, dtype, logit_bytes
         self.segments = segments(engine.graph)
+        self._weights = {name: weight for name, weight in engine.weights.items() if isinstance(weight, Tensor)}
         self._low: dict[str, Tensor] = {}  # the linear layers' weights in bfloat16
 
     def logits(self, ids: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ class Forward:
         makes_logits = last.kind == "linear" and last.outputs == (graph.names["logits"],) and len(last.weights) == 1
         if makes_logits and 4 * ids.numel() * graph.hp.vocab_size > self._logit_bytes:
             x = self._run(ids, last.index)[last.inputs[0]]
-            weight = self.engine.weights[last.weights[0]]
+            weight = self._weights[last.weights[0]]
             return linear_loss(x, weight, targets.flatten(), self.dtype if self._is_low else weight.dtype)
         logits = self.logits(ids).flatten(0, 1)
         return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -128,7 +129,7 @@ class Forward:
     @torch.no_grad()
     def _round_weights(self) -> None:
         """Make the copies in bfloat16 that this pass and its gradients read."""
-        weights = self.engine.weights
+        weights = self._weights
         if not self._low:
             names = {name for op in self.engine.graph.ops if op.kind == "linear" for name in op.weights}
             self._low = {name: torch.empty_like(weights[name], dtype=torch.bfloat16) for name in sorted(names)}
@@ -160,7 +161,7 @@ class Forward:
     def _one(self, step: Step, op: Op, inputs: list[Any]) -> Any:
         if op.kind == "linear" and self._is_low:
             weight, bias = op.weights[0], op.weights[1] if len(op.weights) > 1 else None
-            full, low = self.engine.weights, self._low
+            full, low = self._weights, self._low
             offsets = (None, None) if bias is None else (full[bias], low[bias])
             return linear_bfloat16(inputs[0], full[weight], offsets[0], low[weight], offsets[1])
         return KERNELS[op.kind](self.engine.weights, step, op, inputs)

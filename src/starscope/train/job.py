@@ -148,14 +148,8 @@ class Job:
 
     def _check_disk(self) -> None:
         """Two checkpoints and both forms of the model have to fit before a day is spent on them."""
-        wanted = disk_bytes(self.parameters)
-        there = shutil.disk_usage(self.out)
-        mine = sum(path.stat().st_size for path in self.out.rglob("*") if path.is_file())
-        if wanted > there.free + mine:
-            raise DoesNotFitError(
-                f"{self.out} needs {wanted} bytes for checkpoints and the model, and its disk has {there.free} free.",
-                hint="Free some space, choose another folder or a smaller model.",
-            )
+        if problem := disk_problem(self.out, self.parameters):
+            raise DoesNotFitError(problem, hint="Free some space, choose another folder or a smaller model.")
 
     def _watch(self, line: Mapping[str, Any]) -> None:
         """A line of the log was made: pass it on, and look at the model where it has just been measured."""
@@ -203,6 +197,16 @@ def count_parameters(graph: Graph, initial: Mapping[str, Any] | None) -> int:
 def disk_bytes(parameters: int) -> int:
     """What a run's folder takes at most, without the tokens: two checkpoints and the model in both forms."""
     return parameters * (2 * CHECKPOINT_BYTES + 2 * 4)
+
+
+def disk_problem(out: Path, parameters: int) -> str:
+    """A sentence when a run's folder takes more than its disk has; what the folder has already is there."""
+    place = next(path for path in (out, *out.absolute().parents) if path.exists())
+    wanted, free = disk_bytes(parameters), shutil.disk_usage(place).free
+    mine = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    if wanted <= free + mine:
+        return ""
+    return f"{out} needs {wanted} bytes for checkpoints and the model, and its disk has {free} free."
 
 
 def dtype_of(precision: str) -> torch.dtype:

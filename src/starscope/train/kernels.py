@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from starscope.engine.torch_engine import unseen
-
 IGNORED = -100  # a target that is no target
 SHORT = 128  # tokens: up to here plain attention is as fast as the fused one, or faster
 CHUNK_BYTES = 16 << 20  # of float32 logits made at a time
@@ -81,7 +79,13 @@ class _Attend(torch.autograd.Function):
 def _hidden(seq: int, copies: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """What is added to scores `[copies·seq seq]`: minus infinity where a query does not see the key, else 0."""
     mask = torch.zeros(seq, seq, dtype=dtype, device=device)
-    return mask.masked_fill(unseen(0, seq, seq, window, device), float("-inf")).repeat(copies, 1)
+    return mask.masked_fill(~_seen(seq, window, device), float("-inf")).repeat(copies, 1)
+
+
+def _seen(seq: int, window: int | None, device: torch.device) -> Tensor:
+    """Which keys a query sees: bool `[query key]`, both `seq`."""
+    before = torch.ones(seq, seq, dtype=torch.bool, device=device).tril()
+    return before if window is None else before.triu(1 - window)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
@@ -97,7 +101,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) ->
                 for x in (k, v)
             )
         is_narrow = window is not None and window < q.shape[1]
-        mask = ~unseen(0, q.shape[1], q.shape[1], window, q.device) if is_narrow else None
+        mask = _seen(q.shape[1], window, q.device) if is_narrow else None
         o = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
         return o.transpose(1, 2).flatten(0, 1)
     out: Tensor = _Attend.apply(q, k, v, scale, window)  # type: ignore[no-untyped-call]

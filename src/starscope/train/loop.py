@@ -158,7 +158,7 @@ class Trainer:
         already, and its `parameters` are what is trained. `notes` go into the log's
         line where a run begins.
         """
-        if options.recompute:
+        if options.recompute or options.optimizer == "lbfgs":
             map_large_blocks()
         self._notes = dict(notes or {})
         self.batches, self.options, self.folder, self.held_out = batches, options, folder, held_out

@@ -1,6 +1,6 @@
 """What a run would read and take, without making it: data, model, disk.
 
-plan = make_plan(resolve({"data": ("src/",)}, preset="demo"))
+plan = make_plan(resolve({"data": ("src/",)}, preset="demo"), Path("out"))
 print(plan.data.train_tokens, plan.parameters, plan.data.problems)
 """
 
@@ -14,16 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from starscope.errors import DoesNotFitError
 from starscope.family import find_family
 from starscope.graph import Graph, record
 from starscope.recipes import find_recipe
 from starscope.train.data import Batches, random_words
 from starscope.train.estimate import MemoryEstimate, estimate, step_seconds
-from starscope.train.examine import DataReport, examine
+from starscope.train.examine import DataReport, Problem, examine
 from starscope.train.job import (
     count_parameters,
     data_options,
     disk_bytes,
+    disk_problem,
     dtype_of,
     memory_problem,
     steps_of,
@@ -40,8 +42,8 @@ from starscope.train.start import open_start
 class Plan:
     """Sizes in bytes; `epochs` is how often each token would be read, `notes` what a model to start from says.
 
-    `seconds` are those of all steps, without evaluations; None where the memory does not suffice to try some.
-    `problems` are those of the data and of this machine.
+    `seconds` are those of all steps, without evaluations; None where a run would make none.
+    `problems` are those of the data and of this machine; `status` is what a run would end with because of them.
     """
 
     settings: Settings
@@ -54,7 +56,11 @@ class Plan:
     seconds: float | None
     precision: str
     notes: list[str]
-    problems: list[str]
+    problems: list[Problem]
+
+    @property
+    def status(self) -> int:
+        return next((problem.status for problem in self.problems if problem.status), 0)
 
     def as_json(self) -> dict[str, Any]:
         """The document of a dry run."""
@@ -69,20 +75,23 @@ class Plan:
             "memory_bytes": {**self.memory.parts, "total": self.memory.total},
             "seconds": self.seconds,
             "precision": self.precision,
-            "problems": self.problems,
+            "problems": [problem.text for problem in self.problems],
             "settings": asdict(self.settings),
             "notes": self.notes,
         }
 
 
-def make_plan(settings: Settings, progress: Progress = nothing) -> Plan:
-    """Read the text and add up. Raises what a run would raise for its settings, its text and its tokenizer."""
+def make_plan(settings: Settings, out: Path | None = None, progress: Progress = nothing) -> Plan:
+    """Read the text and add up. Raises what a run would raise for its settings, its text and its tokenizer.
+
+    `out` is the folder of the run: what lies there is no text of it, and its disk has to suffice.
+    """
     find_recipe(settings.to)
     train_options(settings)
     start = open_start(settings.start, settings.context_length) if settings.start else None
     if start is not None:
         settings = start.settle(settings)
-    options = data_options(settings, Path())
+    options = replace(data_options(settings, Path()), exclude=() if out is None else (out,))
     data = examine(options if start is None else replace(options, vocab=start.path), progress)
     rows = data.vocab_size if start is None else start.hparams.vocab_size
     family = find_family(settings.family)
@@ -95,9 +104,11 @@ def make_plan(settings: Settings, progress: Progress = nothing) -> Plan:
     dtype = dtype_of(asked.precision)
     memory = estimate(graph, asked, dtype)
     seconds = None
+    if out is not None and (problem := disk_problem(out, parameters)):
+        problems.append(Problem(problem, DoesNotFitError.exit_status))
     if problem := memory_problem(memory):
-        problems.append(problem)
-    else:
+        problems.append(Problem(problem, DoesNotFitError.exit_status))
+    if not any(problem.status for problem in problems):  # else there would be no step
         seconds = settings.steps * step_seconds(make_step(graph, asked, dtype))
     precision = str(dtype).removeprefix("torch.")
     disk = disk_bytes(parameters)
