@@ -29,7 +29,7 @@ def product(fmt: Format, raw: np.ndarray, x: np.ndarray, isa: str, threads: int 
     for start in reversed(range(0, rows, piece)):
         program.fill(matrix, start, raw[start : start + piece])
     layer = module.Instruction()
-    layer.kind, layer.matrix, layer.cols = LINEAR, matrix, rows
+    layer.kind, layer.matrices, layer.cols = LINEAR, [matrix], rows
     layer.a, layer.out = module.View(0), module.View(1)
     code = program.compile([layer], [cols, rows], 2)
     out = np.full((len(x), rows), np.nan, np.float32)
@@ -144,11 +144,11 @@ def test_instructions_that_reach_past_their_slots_are_refused() -> None:
         layer = module.Instruction()
         good = {
             "kind": LINEAR,
-            "matrix": matrix,
+            "matrices": [matrix],
             "cols": 20,
             "a": module.View(0),
             "out": module.View(1),
-            "bias": vector,
+            "biases": [vector],
         }
         for name, value in {**good, **fields}.items():
             setattr(layer, name, value)
@@ -157,17 +157,17 @@ def test_instructions_that_reach_past_their_slots_are_refused() -> None:
     code = program.compile([linear()], [30, 20], 2)
     for fields, message in [
         ({"cols": 19}, "another number of columns"),
-        ({"matrix": 1}, "names no matrix"),
+        ({"matrices": [1]}, "names no matrix"),
         ({"a": module.View(0, 1)}, "past its slot"),
         ({"out": module.View(1, 1)}, "past its slot"),
         ({"out": module.View(2)}, "names no slot"),
         ({"out": module.View(-1)}, "names no slot"),
         ({"b": module.View(1, -1)}, "past its slot"),
-        ({"bias": 7}, "names no vector"),
+        ({"biases": [7]}, "names no vector"),
         ({"norm_weight": short}, "too short"),
-        ({"bias": short}, "too short"),
+        ({"biases": [short]}, "too short"),
         ({"kind": 77}, "of no kind"),
-        ({"activation": 3}, "names no activation"),
+        ({"activation": 4}, "names no activation"),
     ]:
         with pytest.raises(ValueError, match=message):
             program.compile([linear(**fields)], [30, 20], 2)
@@ -400,12 +400,12 @@ def test_positions_and_shapes_that_a_cache_has_not_are_refused() -> None:
     [
         ({"kind": "append"}, "nothing to append"),
         ({"kind": "append", "b": 0, "kv_heads": 0}, "do not fit together"),
-        ({"kind": "append", "b": 0, "c": 1}, "share a slot"),
+        ({"kind": "append", "b": 0, "window": -1}, "window"),
         ({"kind": "append", "b": 0, "kv_heads": 16, "heads": 16}, "past its slot"),
         ({"kind": "scores", "a": 0, "heads": 3, "kv_heads": 2}, "do not fit together"),
         ({"kind": "scores", "a": 0, "dim": 9}, "past its slot"),
         ({"kind": "scores"}, "no slot"),
-        ({"kind": "softmax", "a": 0, "wanted": True}, "layer or rows"),
+        ({"kind": "softmax", "a": 0, "wanted": True}, "window or rows"),
         ({"kind": "mix", "a": 0}, "no slot"),
         ({"kind": "mix", "a": 0, "out": 1, "cols": 7}, "columns do not fit"),
         ({"kind": "edit", "a": 0}, "no number"),

@@ -17,6 +17,7 @@ from starscope.formats import INTEGER_FORMATS, round_activation
 from support.stored import distance
 
 SUMS = 2e-6  # of float32 products, a few hundred to a sum; relative to the largest of the result
+ROUNDING = 2.0**-22  # of a few float32 operations
 WEIGHT = 2.0**-8  # by how much two roundings of one weight to bfloat16 can differ
 
 
@@ -25,10 +26,7 @@ class Steps:
 
     def __init__(self, engine: NativeEngine) -> None:
         self.engine, self.compiled, self.kinds = engine, engine._plain.compiled, engine._module.kinds
-        self.widths = [*self.compiled.widths, engine.graph.hp.hidden_size]  # the last: normalized rows
-        for instruction in self.compiled.instructions:
-            if instruction.kind == self.kinds["linear"] and instruction.norm_weight >= 0:
-                instruction.norm_out = engine._module.View(len(self.widths) - 1, 0)
+        self.widths = self.compiled.widths
         self.code = engine._program.compile(self.compiled.instructions, self.widths, len(self.widths))
         self.matrices = {number: name for name, number in engine._matrices.items()}
         self.vectors = {number: name for name, number in engine._vectors.items()}
@@ -61,12 +59,16 @@ class Steps:
         found = self.arrays[i.out.slot][:rows, i.out.column : i.out.column + i.cols]
         if i.kind == self.kinds["add"]:
             np.testing.assert_array_equal(found, columns(i.a, i.cols) + columns(i.b, i.cols))
+        elif i.kind == self.kinds["multiply"]:
+            np.testing.assert_array_equal(found, columns(i.a, i.cols) * columns(i.b, i.cols))
+        elif i.kind == self.kinds["rope"]:
+            assert distance(found, self._turned(i, columns(i.a, i.cols))) <= ROUNDING
         elif i.kind == self.kinds["gather"]:
             np.testing.assert_array_equal(found[: len(self.wanted)], columns(i.a, i.cols)[self.wanted])
         elif i.kind == self.kinds["norm"]:
-            assert distance(found, self._norm(columns(i.a, i.cols), i.weight, i.bias, i.epsilon)) <= SUMS
+            assert distance(found, self._norm(i, columns(i.a, i.cols), i.weight, i.bias)) <= SUMS
         elif i.kind == self.kinds["linear"]:
-            x = columns(i.a, self.engine.weights.slots[self.matrices[i.matrix]].shape[1])
+            x = columns(i.a, self.engine.weights.slots[self.matrices[i.matrices[0]]].shape[1])
             residual = columns(i.b, i.cols) if i.b.slot >= 0 else None
             self._check_linear(i, x[self.wanted] if i.gather else x, residual, found)
         elif i.kind == self.kinds["attention"]:
@@ -78,38 +80,55 @@ class Steps:
     def _vector(self, number: int) -> np.ndarray | None:
         return None if number < 0 else self.engine.weights[self.vectors[number]].astype(np.float64)
 
-    def _norm(self, x: np.ndarray, weight: int, bias: int, epsilon: float) -> np.ndarray:
-        centred = x.astype(np.float64) - x.mean(axis=-1, keepdims=True, dtype=np.float64)
-        normed = centred / np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + epsilon) * self._vector(weight)
+    def _norm(self, i: Any, x: np.ndarray, weight: int, bias: int) -> np.ndarray:
+        centred = x.astype(np.float64) - (0 if i.rms else x.mean(axis=-1, keepdims=True, dtype=np.float64))
+        normed = centred / np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + i.epsilon) * self._vector(weight)
         return normed if bias < 0 else normed + self._vector(bias)
+
+    def _normalized(self, i: Any, x: np.ndarray) -> np.ndarray:
+        """The rows that a linear layer makes of its input, by an instruction of their own."""
+        module, program, norm = self.engine._module, self.engine._program, self.engine._module.Instruction()
+        norm.kind, norm.cols, norm.epsilon, norm.rms = self.kinds["norm"], x.shape[1], i.epsilon, i.rms
+        norm.a, norm.out, norm.weight, norm.bias = module.View(0), module.View(1), i.norm_weight, i.norm_bias
+        made = np.full(x.shape, np.nan, np.float32)
+        code = program.compile([norm], [x.shape[1]] * 2, 2)
+        program.run(code, module.Buffers(), 0, 1, len(x), np.empty(0, np.int64), [], [np.ascontiguousarray(x), made])
+        assert distance(made, self._norm(i, x, i.norm_weight, i.norm_bias)) <= SUMS
+        return made
+
+    def _turned(self, i: Any, x: np.ndarray) -> np.ndarray:
+        op = next(op for op in self.engine.graph.ops if op.kind == "rope")
+        batch = np.concatenate([np.arange(length) for length in self.lengths])
+        turned = numpy_engine.rope(self.engine, None, op, [x.reshape(len(x), -1, i.dim), batch])
+        return turned.reshape(x.shape)
 
     def _activated(self, x: np.ndarray, activation: int) -> np.ndarray:
         kind = next(kind for kind, number in self.engine._module.activations.items() if number == activation)
         return numpy_engine.KERNELS[kind](None, None, None, [x])
 
     def _check_linear(self, i: Any, x: np.ndarray, residual: np.ndarray | None, found: np.ndarray) -> None:
-        name = self.matrices[i.matrix]
         if i.norm_weight >= 0:
-            normed = self.arrays[-1][: len(x)]
-            assert distance(normed, self._norm(x, i.norm_weight, i.norm_bias, i.epsilon)) <= SUMS
-            x = normed
-        if self.engine.weights.format_name(name) in INTEGER_FORMATS:
-            x = round_activation(x)
-        weight = self.engine.weights[name].astype(np.float64)
-        y = x.astype(np.float64) @ weight.T
-        allowed = SUMS * np.abs(y).max()
-        if i.bias >= 0:
-            y += self._vector(i.bias)
+            x = self._normalized(i, x)
+        names, biases = [self.matrices[number] for number in i.matrices], i.biases or [-1] * len(i.matrices)
+        parts, allowed = [], 0.0
+        for name, bias in zip(names, biases, strict=True):
+            given = round_activation(x) if self.engine.weights.format_name(name) in INTEGER_FORMATS else x
+            part = given.astype(np.float64) @ self.engine.weights[name].astype(np.float64).T
+            allowed = max(allowed, SUMS * np.abs(part).max())
+            parts.append(part if bias < 0 else part + self._vector(bias))
         if i.activation:
-            y = self._activated(y, i.activation)
+            parts[0] = self._activated(parts[0], i.activation)
+        y = parts[0] * parts[1] if i.gated else np.concatenate(parts, axis=1)
+        if i.gated:
+            allowed *= np.abs(np.stack(parts)).max()
         if residual is not None:
-            y += residual
-        assert np.abs(found - y).max() <= allowed + SUMS * np.abs(y).max(), name
+            y = y + residual
+        assert np.abs(found - y).max() <= allowed + SUMS * np.abs(y).max(), names
 
     def _check_attention(self, i: Any, parts: list[np.ndarray], found: np.ndarray) -> None:
         half = self.engine.weights.half_cache
         engine = SimpleNamespace(weights=SimpleNamespace(half_cache=half))
-        op = rounding.Op(0, "scores", (), (), (), {"scale": i.scale}, i.layer)
+        op = rounding.Op(0, "scores", (), (), (), {"scale": i.scale, "window": i.window or None}, i.layer)
         start = 0
         for length in self.lengths:
             batch = SimpleNamespace(starts=[0, length], pasts=[0])

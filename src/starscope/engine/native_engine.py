@@ -32,7 +32,8 @@ from starscope.engine.base import (
     whole_batch,
 )
 from starscope.engine.native_pass import KeepPlan, NativePass, plan_to_keep
-from starscope.engine.native_program import Compiled, Compiler
+from starscope.engine.native_program import Compiler
+from starscope.engine.native_slots import Compiled
 from starscope.engine.passes import tail_of
 from starscope.engine.weights import Weights
 from starscope.errors import DoesNotFitError, UnsupportedError
@@ -302,11 +303,11 @@ class NativeEngine:
                     f"{self.threads} threads cannot be started: {error}.", hint="Use fewer: -t, or threads=."
                 ) from None
 
-    def _vector(self, name: str) -> int:
-        """A bias or a norm's weight in the module: its number."""
+    def _vector(self, name: str, made: Callable[[Weights], Array] | None = None) -> int:
+        """A bias or a norm's weight in the module, or what is made of weights under a name of its own: its number."""
         if name not in self._vectors:
-            values = np.ascontiguousarray(self.weights[name], np.float32)
-            self._vectors[name] = int(self._program.add_vector(values))
+            values = self.weights[name] if made is None else made(self.weights)
+            self._vectors[name] = int(self._program.add_vector(np.ascontiguousarray(values, np.float32)))
             self.weights.forget(name)
         return self._vectors[name]
 

@@ -1,74 +1,34 @@
 """From a graph to the instructions of the native module: which operations become one, and where values lie.
 
-A normalization goes with the linear layer that reads it, an activation and a residual sum with the layer before them,
-the operations of attention with one another: wherever nothing else reads what is between them. Splitting and merging
-heads move nothing, they are other views of the same columns. Every other value gets a slot, some columns of each row in
-one buffer, which is given on to a later value once nothing reads it any more. Behind the last attention only the rows
-whose logits are wanted go on.
+A normalization goes with the linear layers that read it, an activation and a residual sum with the layer before them,
+layers of one input with one another (a gate with what it multiplies), the operations of attention with one another:
+wherever nothing else reads what is between them. Splitting and merging heads move nothing, they are other views of the
+same columns, and rotary positions turn theirs in place. Every other value gets a slot, some columns of each row in one
+buffer, which is given on to a later value once nothing reads it any more. Behind the last attention only the rows whose
+logits are wanted go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from starscope.engine.native_slots import Compiled, Input, Place, Slot, share
+from starscope.engine.weights import Weights
 from starscope.errors import UnsupportedError
 from starscope.graph import Graph, Op
+from starscope.rope import inverse_frequencies
 
-# As the module numbers them.
-ADD, NORM, LINEAR, ACTIVATE, ATTENTION, GATHER = range(6)
-ACTIVATIONS = {"gelu": 1, "gelu_tanh": 2}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a value is: `cols` columns of a slot, from `column` on."""
-
-    slot: int
-    column: int
-    cols: int
-
-
-@dataclass
-class Slot:
-    """`width` columns; used from instruction `begin` to `end`. `array`: the caller's own, not a place in the buffer."""
-
-    width: int
-    begin: int
-    end: int
-    array: bool = False
-
-
-@dataclass(frozen=True)
-class Input:
-    """A value that comes in: rows of a table by the indices of an input, unless the caller has the value itself."""
-
-    edge: int
-    table: str
-    source: int  # edge of the indices
-
-
-@dataclass
-class Compiled:
-    """A program's instructions, the widths of its slots (those of its arrays first), and what its arrays are."""
-
-    instructions: list[Any]
-    widths: list[int]
-    inputs: list[Input]  # the first arrays, in order; then come those of the kept values; at last the logits
-    kept: dict[int, tuple[int, int, int]]  # edge -> the number of its array, its first column and its columns
-    views: dict[int, tuple[Any, int]]  # edge -> where it is while it lives, and its columns
-    ends: list[int]  # by number of operations: the instructions that have run when those have
-    beside: dict[int, int]  # block -> the first of the instructions that compute its attention openly, behind `ends`
-
-    @property
-    def arrays(self) -> int:
-        return len(self.inputs) + len({number for number, _, _ in self.kept.values()}) + 1
+NORMS = ("layer_norm", "rms_norm")
+MOST_TOGETHER = 3  # linear layers in one instruction
 
 
 @dataclass
 class Compiler:
-    """One pass over a graph's operations. `matrix` and `vector` give a weight's number in the module.
+    """One pass over a graph's operations. `matrix` and `vector` give a weight's number in the module; `vector` takes
+    a function, too, of what no tensor has as it is.
 
     `split`: every operation by itself. `edited`: edges that are changed behind their producers, by the number that a
     step gives its changes under; they are values of their own, and attention goes openly where its patterns are edited.
@@ -78,7 +38,7 @@ class Compiler:
     graph: Graph
     module: Any
     matrix: Callable[[str], int]
-    vector: Callable[[str], int]
+    vector: Callable[..., int]
     split: bool = False
     edited: Mapping[int, int] = field(default_factory=dict)
     kept: frozenset[int] = frozenset()
@@ -123,46 +83,61 @@ class Compiler:
 
     def _add(self, op: Op) -> None:
         a, b = (self._read(edge) for edge in op.inputs)
-        self._emit("add", a=a, b=b, out=self._new_slot_for(op), cols=a.cols, wanted=self._chosen(op))
+        self._emit(op.kind, a=a, b=b, out=self._new_slot_for(op), cols=a.cols, wanted=self._chosen(op))
+
+    _multiply = _add
 
     def _layer_norm(self, op: Op) -> None:
-        if self._follower(op.outputs[0], ("linear",)) or self._gathered_linear(op):
-            return  # the linear layer takes it along
+        if self._is_taken_along(op) or self._gathered_linear(op):
+            return
         a = self._read(op.inputs[0])
         weight, bias = self._weight_and_bias(op)
-        fields = {"weight": weight, "bias": bias, "epsilon": op.attrs["epsilon"], "wanted": self._chosen(op)}
-        self._emit("norm", a=a, out=self._new_slot_for(op), cols=a.cols, **fields)
+        fields = {"weight": weight, "bias": bias, "epsilon": op.attrs["epsilon"], "rms": op.kind == "rms_norm"}
+        self._emit("norm", a=a, out=self._new_slot_for(op), cols=a.cols, wanted=self._chosen(op), **fields)
+
+    _rms_norm = _layer_norm
 
     def _linear(self, op: Op) -> None:
+        together = self._together(op)
+        gated = self._gated(op)
         norm, gather = self._before(op)
         source = (norm or gather or op).inputs[0]
         fields: dict[str, Any] = {
             "a": self._read(source),
-            "matrix": self.matrix(op.weights[0]),
+            "matrices": [self.matrix(one.weights[0]) for one in together],
             "wanted": self._chosen(op),
         }
         if gather and not self.narrowed:
             fields.update(gather=True, wanted=False)
-        if len(op.weights) > 1:
-            fields["bias"] = self.vector(op.weights[1])
+        if any(len(one.weights) > 1 for one in together):
+            fields["biases"] = [self.vector(one.weights[1]) if len(one.weights) > 1 else -1 for one in together]
         if norm:
             weight, bias = self._weight_and_bias(norm)
             fields.update(norm_weight=weight, norm_bias=bias, epsilon=norm.attrs["epsilon"])
-        out = op.outputs[0]
-        activation = self._follower(out, tuple(self.module.activations))
-        if activation:
-            fields["activation"] = self.module.activations[activation.kind]
-            out = activation.outputs[0]
-            self.done.add(activation.index)
-        residual = self._follower(out, ("add",))
-        other = next((edge for edge in residual.inputs if edge != out), None) if residual else None
-        if residual and other in self.places and not self._comes_in(other):
+            fields["rms"] = norm.kind == "rms_norm"
+        outputs = [one.outputs[0] for one in together]
+        if gated:
+            activation, _, product = gated
+            fields.update(gated=True, activation=self.module.activations[activation.kind])
+            outputs = [product.outputs[0]]
+            self.done |= {activation.index, product.index}
+        elif follows := self._activation(op):
+            fields["activation"] = self.module.activations[follows.kind]
+            outputs = [follows.outputs[0]]
+            self.done.add(follows.index)
+        residual = self._residual(outputs[0]) if len(outputs) == 1 else None
+        if residual:
+            add, other = residual
             fields["b"] = self._read(other)
-            out = residual.outputs[0]
-            self.done.add(residual.index)
-        place = self._new_slot(out)
-        self.places[out] = place
-        self._emit("linear", out=place, cols=place.cols, **fields)
+            outputs = [add.outputs[0]]
+            self.done.add(add.index)
+        self.done |= {one.index for one in together}
+        out = self._new_slot(*outputs)
+        column = 0
+        for edge in outputs:
+            self.places[edge] = Place(out.slot, column, self._columns(edge))
+            column += self._columns(edge)
+        self._emit("linear", out=out, cols=out.cols, **fields)
 
     def _gelu(self, op: Op) -> None:
         a = self._read(op.inputs[0])
@@ -171,7 +146,7 @@ class Compiler:
             "activate", a=a, out=self._new_slot_for(op), cols=a.cols, activation=activation, wanted=self._chosen(op)
         )
 
-    _gelu_tanh = _gelu
+    _gelu_tanh = _silu = _gelu
 
     def _wanted_rows(self, op: Op) -> None:
         if self._follower(op.outputs[0], ("linear",)):
@@ -190,6 +165,33 @@ class Compiler:
             cols = int(heads) * int(dim)
             self.places[edge] = Place(whole.slot, column, cols)
             column += cols
+
+    def _rope(self, op: Op) -> None:
+        """Keys that lie behind the queries are turned with them."""
+        turned = [op]
+        places = [self._read(op.inputs[0])]
+        after = self.graph.ops[op.index + 1]
+        if after.kind == "rope" and (after.attrs, after.weights) == (op.attrs, op.weights):
+            behind = self.places.get(after.inputs[0])
+            follows = Place(places[0].slot, places[0].column + places[0].cols, behind.cols) if behind else None
+            if follows and follows == behind and self._is_in_place(op) and self._is_in_place(after):
+                turned.append(after)
+                places.append(follows)
+        if self._is_in_place(op):
+            self.places.update({one.outputs[0]: place for one, place in zip(turned, places, strict=True)})
+            out = places[0]
+        else:
+            out = self._new_slot_for(op)
+        self.done |= {one.index for one in turned}
+        dim = int(self.graph.edges[op.inputs[0]].axes[-1])
+        base, scale = op.attrs["base"], op.attrs["scale"]
+
+        def frequencies(weights: Weights) -> Any:
+            return inverse_frequencies(dim, base, scale, weights[op.weights[0]] if op.weights else None)
+
+        number = self.vector(f"frequencies {dim} {base} {scale} {op.weights}", frequencies)
+        cols = sum(place.cols for place in places)
+        self._emit("rope", a=places[0], out=out, cols=cols, heads=cols // dim, dim=dim, frequencies=number)
 
     def _cache(self, op: Op) -> None:
         """Taken along by the attention that reads it, unless that takes several instructions."""
@@ -239,6 +241,7 @@ class Compiler:
         _, kv_heads, _ = graph.edges[keys.inputs[0]].axes
         fields: dict[str, Any] = {"a": self._read(scores.inputs[0]), "layer": scores.layer}
         fields.update(heads=heads, kv_heads=kv_heads, dim=dim, cols=int(heads) * int(dim), scale=scores.attrs["scale"])
+        fields["window"] = scores.attrs["window"] or 0
         if not self._is_open(scores.layer):
             fields.update(b=self._read(keys.inputs[0]), c=self._read(values.inputs[0]))
         return fields
@@ -291,6 +294,50 @@ class Compiler:
             return None
         return self.graph.ops[consumers[0]]
 
+    def _activation(self, op: Op) -> Op | None:
+        return self._follower(op.outputs[0], tuple(self.module.activations))
+
+    def _residual(self, edge: int) -> tuple[Op, int] | None:
+        """The sum that alone reads a value, and its other term, when that is there already."""
+        add = self._follower(edge, ("add",))
+        other = next((one for one in add.inputs if one != edge), None) if add else None
+        return (add, other) if add and other in self.places else None
+
+    def _gated(self, op: Op) -> tuple[Op, Op, Op] | None:
+        """The activation of a gate, a layer of the same input that is not there yet, and the product of the two."""
+        activation = self._activation(op)
+        product = self._follower(activation.outputs[0], ("multiply",)) if activation else None
+        if activation is None or product is None:
+            return None
+        factor = next((edge for edge in product.inputs if edge != activation.outputs[0]), activation.outputs[0])
+        other = self.graph.ops[self.graph.producers[factor] or 0]
+        is_alike = (other.kind, other.inputs) == ("linear", op.inputs) and other.index > op.index
+        return (activation, other, product) if is_alike and self._follower(factor, ("multiply",)) else None
+
+    def _together(self, op: Op) -> list[Op]:
+        """The linear layers that are one instruction with this one: those of the same input that nothing else goes
+        with, or a gate and what it multiplies.
+        """
+        if gated := self._gated(op):
+            return [op, gated[1]]
+        if self.split or self._goes_with_others(op):
+            return [op]
+        others = [self.graph.ops[i] for i in self.graph.consumers[op.inputs[0]] if i > op.index]
+        alike = [one for one in others if one.kind == "linear" and not self._goes_with_others(one)]
+        return [op, *alike][:MOST_TOGETHER]
+
+    def _goes_with_others(self, op: Op) -> bool:
+        return bool(self._activation(op) or self._residual(op.outputs[0])) or op.index in self.done
+
+    def _is_taken_along(self, norm: Op) -> bool:
+        """Whether all that reads a normalization is one instruction, of linear layers."""
+        edge = norm.outputs[0]
+        readers = [self.graph.ops[i] for i in self.graph.consumers[edge]]
+        is_seen = self.split or edge in self.edited or edge in self.kept
+        if is_seen or not readers or any(one.kind != "linear" for one in readers):
+            return False
+        return len(self._together(readers[0])) == len(readers)
+
     def _gathered_linear(self, op: Op) -> bool:
         gather = self._follower(op.outputs[0], ("wanted_rows",))
         return gather is not None and self._follower(gather.outputs[0], ("linear",)) is not None
@@ -299,10 +346,10 @@ class Compiler:
         """The normalization and the choice of rows that a linear layer takes along."""
         norm = gather = None
         edge = op.inputs[0]
-        for kind in ("wanted_rows", "layer_norm"):
+        for kinds in (("wanted_rows",), NORMS):
             producer = self.graph.producers[edge]
-            if producer is not None and edge not in self.places and self.graph.ops[producer].kind == kind:
-                if kind == "wanted_rows":
+            if producer is not None and edge not in self.places and self.graph.ops[producer].kind in kinds:
+                if kinds != NORMS:
                     gather = self.graph.ops[producer]
                 else:
                     norm = self.graph.ops[producer]
@@ -318,18 +365,34 @@ class Compiler:
     def _comes_in(self, edge: int) -> bool:
         return any(one.edge == edge for one in self.inputs)
 
-    def _new_slot(self, edge: int, *, array: bool = False) -> Place:
-        cols = 1
-        for axis in self.graph.edges[edge].axes[1:]:
-            cols *= int(axis)
-        at = len(self.instructions)
-        self.slots.append(Slot(cols, at, at, array or edge == self.graph.names["logits"] or self._is_kept(edge)))
+    def _columns(self, edge: int) -> int:
+        return math.prod(int(axis) for axis in self.graph.edges[edge].axes[1:])
+
+    def _new_slot(self, *edges: int, array: bool = False) -> Place:
+        """Room for values side by side."""
+        cols, at = sum(map(self._columns, edges)), len(self.instructions)
+        array = array or any(edge == self.graph.names["logits"] or self._is_kept(edge) for edge in edges)
+        self.slots.append(Slot(cols, at, at, array))
         return Place(len(self.slots) - 1, 0, cols)
 
     def _is_kept(self, edge: int) -> bool:
-        """Whether a value is kept, or one that is only a view of it."""
-        views = [op for op in self.graph.consumers[edge] if self.graph.ops[op].kind in ("split_heads", "merge_heads")]
-        return edge in self.kept or any(not self.kept.isdisjoint(self.graph.ops[op].outputs) for op in views)
+        """Whether a value is kept, or one that lies where it does."""
+        return edge in self.kept or any(self._is_kept(one) for one in self._carried(edge))
+
+    def _carried(self, edge: int) -> Sequence[int]:
+        """The values that lie where this one does."""
+        readers = (self.graph.ops[i] for i in self.graph.consumers[edge])
+        views = (op for op in readers if op.kind in ("split_heads", "merge_heads") or self._is_in_place(op))
+        return [one for op in views for one in op.outputs]
+
+    def _is_in_place(self, op: Op) -> bool:
+        """Whether a rotation may take the place of what it turns, which nothing else reads."""
+        if op.kind != "rope" or self.split:
+            return False
+        before, producer = [op.inputs[0]], self.graph.producers[op.inputs[0]]
+        if producer is not None and self.graph.ops[producer].kind == "split_heads":
+            before.append(self.graph.ops[producer].inputs[0])
+        return all(edge not in self.kept and len(self.graph.consumers[edge]) == 1 for edge in before)
 
     def _new_slot_for(self, op: Op) -> Place:
         self.places[op.outputs[0]] = self._new_slot(op.outputs[0])
@@ -348,24 +411,7 @@ class Compiler:
         self.instructions.append((kind, fields))
 
     def _finish(self, beside: dict[int, int]) -> Compiled:
-        """Slots that are not in use at the same time become one."""
-        number: dict[int, int] = {}
-        arrays = [i for i, slot in enumerate(self.slots) if slot.array]
-        number.update({i: n for n, i in enumerate(arrays)})
-        widths = [self.slots[i].width for i in arrays]
-        free_from: list[int] = [-1] * len(widths)  # the instruction from which each slot may be used again
-        for i, slot in enumerate(self.slots):
-            if slot.array:
-                continue
-            found = next(
-                (n for n in range(len(arrays), len(widths)) if widths[n] == slot.width and free_from[n] < slot.begin),
-                None,
-            )
-            if found is None:
-                found = len(widths)
-                widths.append(slot.width)
-                free_from.append(-1)
-            number[i], free_from[found] = found, slot.end
+        number, widths = share(self.slots)
         made = [self._instruction(kind, fields, number) for kind, fields in self.instructions]
         views = {
             edge: (self.module.View(number[place.slot], place.column), place.cols)
@@ -378,7 +424,7 @@ class Compiler:
         }
         return Compiled(made, widths, self.inputs, kept, views, self.ends, beside)
 
-    def _instruction(self, kind: str, fields: dict[str, Any], number: dict[int, int]) -> Any:
+    def _instruction(self, kind: str, fields: dict[str, Any], number: Sequence[int]) -> Any:
         made = self.module.Instruction()
         made.kind = self.module.kinds[kind]
         for name, value in fields.items():

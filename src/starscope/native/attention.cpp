@@ -34,14 +34,14 @@ void append(const AttentionStep& step, const AttentionArithmetic& arithmetic, co
             int head, size_t begin, size_t end) {
     if (begin >= end) return;
     const CacheShape& cache = step.cache;
-    const size_t offset = (sequence.first_row + begin - sequence.past) * step.stride + head * cache.dim;
-    if (step.new_keys != nullptr) {
+    const size_t row = sequence.first_row + begin - sequence.past, column = head * cache.dim;
+    if (const FloatRows& rows = step.new_keys; rows.first != nullptr) {
         arithmetic.append_keys(cache.dim, sequence.keys + head * cache.key_bytes(sequence.capacity), begin, end - begin,
-                               step.new_keys + offset, step.stride);
+                               rows.first + row * rows.stride + column, rows.stride);
     }
-    if (step.new_values != nullptr) {
+    if (const FloatRows& rows = step.new_values; rows.first != nullptr) {
         arithmetic.append_values(cache.dim, sequence.values + head * cache.value_bytes(sequence.capacity), begin,
-                                 end - begin, step.new_values + offset, step.stride);
+                                 end - begin, rows.first + row * rows.stride + column, rows.stride);
     }
 }
 
@@ -96,7 +96,7 @@ class Worker {
     }
 
     void run() {
-        if (any_long_ && step_.new_keys != nullptr) {
+        if (any_long_ && step_.new_keys.first != nullptr) {
             append_long();
             team_.barrier();
         }
@@ -176,7 +176,8 @@ class Worker {
         const CacheShape& cache = step_.cache;
         const AttentionRows rows = pack(sequence, head, token, 1);
         const size_t keys = sequence.past + token + 1, last = tiles_of(keys) - 1;
-        for (size_t tile = 0; tile < last; ++tile) attend_tile(sequence, head, rows, tile, place_.state, false, 1);
+        size_t tile = first_tile(step_, keys - 1);
+        for (; tile < last; ++tile) attend_tile(sequence, head, rows, tile, place_.state, false, 1);
         uint8_t* values = nullptr;
         if (cache.half && keys % 2 == 1) {  // a pair of values is read whole: the second one is later
             const size_t pair = keys % kTileKeys / 2 * 2 * cache.padded_dim();
@@ -184,7 +185,7 @@ class Worker {
             memcpy(values, tile_values(sequence, head, last), cache.value_bytes(keys % kTileKeys + 1));
             for (size_t d = 0; d < cache.padded_dim(); ++d) reinterpret_cast<uint16_t*>(values)[pair + 2 * d + 1] = 0;
         }
-        attend_tile(sequence, head, rows, last, place_.state, false, 1, values);
+        attend_tile(sequence, head, rows, tile, place_.state, false, 1, values);
         for (size_t row = begin; row < end; ++row) {
             finish(sequence, head, token, row, place_.state.sum[row], place_.state.mix + row * cache.padded_dim());
         }
@@ -194,7 +195,9 @@ class Worker {
     void attend_unit(const AttentionSequence& sequence, int head, size_t token, size_t positions) const {
         const AttentionRows rows = pack(sequence, head, token, positions);
         const size_t tiles = tiles_of(sequence.past + token + positions);
-        for (size_t tile = 0; tile < tiles; ++tile) attend_tile(sequence, head, rows, tile, place_.state, false, 1);
+        for (size_t tile = first_tile(step_, rows.position); tile < tiles; ++tile) {
+            attend_tile(sequence, head, rows, tile, place_.state, false, 1);
+        }
         bool again[kUnitRows] = {};  // by position
         for (size_t row = 0; row < rows.count; ++row) {
             const bool finite = finish(sequence, head, token, row, place_.state.sum[row],
@@ -235,7 +238,7 @@ class Worker {
 
     void attend_split(Queue& queue, const AttentionSequence& sequence, int head, size_t split) const {
         AttentionRows rows{0, 0, 0};
-        for (size_t tile = 0; tile < tiles_of(end_of(sequence)); ++tile) {
+        for (size_t tile = first_tile(step_, sequence.past); tile < tiles_of(end_of(sequence)); ++tile) {
             if (!queue.reached()) continue;
             if (rows.count == 0) rows = pack(sequence, head, 0, sequence.new_rows);
             append_in_tile(step_, arithmetic_, sequence, head, tile);
@@ -266,19 +269,32 @@ class Worker {
 
     // Merges tiles in their order into the first one's state, all for the rows begin .. end-1.
     void merge_rows(const AttentionSequence& sequence, int head, size_t split, size_t begin, size_t end) const {
-        const size_t columns = step_.cache.padded_dim();
-        const AttentionState first = partial(split, 0);
+        const size_t columns = step_.cache.padded_dim(), begins = first_tile(step_, sequence.past);
+        const AttentionState first = partial(split, begins);
+        // The first of the rows begin .. end-1 whose position is not below this one.
+        const auto row_at = [&](size_t position) {
+            const size_t token = position > sequence.past ? position - sequence.past : 0;
+            return std::clamp(std::min(token, sequence.new_rows) * group_, begin, end);
+        };
         // Of our own, as merging writes full vectors.
         float largest[row_room(kMergeRows)], sum[row_room(kMergeRows)];
         memcpy(largest, first.largest + begin, kMergeRows * sizeof(float));
         memcpy(sum, first.sum + begin, kMergeRows * sizeof(float));
-        for (size_t tile = 1; tile < tiles_of(sequence.past + (end - 1) / group_ + 1); ++tile) {
-            const size_t key = tile * kTileKeys;
-            const size_t row = std::max(begin, key > sequence.past ? (key - sequence.past) * group_ : 0);
+        for (size_t tile = begins + 1; tile < tiles_of(sequence.past + (end - 1) / group_ + 1); ++tile) {
+            const size_t key = tile * kTileKeys, row = row_at(key);
+            // Rows from here on see no tile before this one, and rows from there on not this one either.
+            const size_t set = std::max(row, row_at(key + step_.window - 1));
+            const size_t stop = std::max(row, row_at(key + kTileKeys + step_.window - 1));
             const AttentionState later = partial(split, tile);
-            arithmetic_.merge(step_.cache.dim, end - row,
-                              {largest + (row - begin), sum + (row - begin), first.mix + row * columns},
-                              {later.largest + row, later.sum + row, later.mix + row * columns});
+            if (row < set) {
+                arithmetic_.merge(step_.cache.dim, set - row,
+                                  {largest + (row - begin), sum + (row - begin), first.mix + row * columns},
+                                  {later.largest + row, later.sum + row, later.mix + row * columns});
+            }
+            for (size_t r = set; r < stop; ++r) {
+                largest[r - begin] = later.largest[r], sum[r - begin] = later.sum[r];
+                memcpy(first.mix + r * columns, later.mix + r * columns, columns * sizeof(float));
+            }
         }
         for (size_t row = begin, next; row < end; row = next) {
             const size_t token = row / group_;

@@ -2,8 +2,9 @@
 //
 // Keys are cut into tiles of kTileKeys, anchored at position 0. Every tile gives each query row a partial result of its
 // own (its largest score, the sum of its weights, its mix), and partial results are merged in the order of the tiles.
-// So a row's bits depend on its query and on the keys that it sees, not on how many rows or threads there are, nor on
-// how the tokens were split into steps. All query heads of a key head are rows that read it together.
+// Tiles before a row's window are as if they were not there. So a row's bits depend on its query and on the keys that
+// it sees, not on how many rows or threads there are, nor on how the tokens were split into steps. All query heads of a
+// key head are rows that read it together.
 //
 // How the cache of one sequence, one block and one key head lies in memory (`capacity` positions, a multiple of
 // kTileKeys; zeros where nothing was written yet):
@@ -48,16 +49,20 @@ struct AttentionSequence {
     uint8_t* values;
 };
 
+// Row r is at first + r * stride.
+struct FloatRows {
+    const float* first = nullptr;
+    size_t stride = 0;
+};
+
 struct AttentionStep {
     CacheShape cache;
-    int heads;    // query heads; head h reads key head h / (heads / kv_heads)
-    float scale;  // of the scores
-    // Row r: query head h at queries + r * stride + h * dim; likewise keys and values (new, not yet cached; null: they
-    // have been appended already), and the output, whose heads lie side by side.
-    const float* queries;
-    const float* new_keys;
-    const float* new_values;
-    size_t stride;
+    int heads;      // query heads; head h reads key head h / (heads / kv_heads)
+    float scale;    // of the scores
+    size_t window;  // a token sees so many positions at the most, its own the last of them; at most kNoWindow
+    // Head h of a row is at column h * dim. Keys and values are new, not yet cached; null: they have been appended
+    // already. The output's heads lie side by side too.
+    FloatRows queries, new_keys, new_values;
     float* output;
     size_t output_stride;
     const AttentionSequence* sequences;

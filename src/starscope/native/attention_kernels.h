@@ -8,6 +8,7 @@
 namespace starscope {
 
 constexpr size_t kTileKeys = 128;
+constexpr size_t kNoWindow = SIZE_MAX / 2;  // more than any position
 constexpr float kLog2E = 1.44269504f;
 
 // The query rows that read a key head together: row r is head r % heads of the token at position + r / heads.
@@ -54,7 +55,8 @@ struct AttentionTile {
     uint8_t* keys;     // the tile's part of the cache
     uint8_t* values;
     const uint8_t* next_keys;  // those of the tile that this thread will probably attend to next
-    AttentionRows rows;        // in the order of positions; the last one sees this tile
+    AttentionRows rows;        // in the order of positions; some of them see this tile
+    size_t window;             // positions that a row sees, its own the last of them
     const uint32_t* queries;
     size_t query_stride;  // words from a step to the next
     AttentionScratch scratch;
@@ -69,7 +71,8 @@ struct AttentionArithmetic {
     // Writes one query, multiplied by `scale`, as a column of the packed queries. The scale has the scores in powers of
     // two: log2(e) times what the model asks for.
     void (*pack)(size_t dim, const float* query, float scale, uint32_t* column, size_t stride);
-    // Attends to a tile. A tile that begins at 0, or `alone`, sets the state, others are merged into it.
+    // Attends to a tile. The first one that a row sees, or any `alone`, sets the row's state, others are merged into
+    // it.
     void (*attend)(const AttentionTile& tile, bool alone);
     // The first part of `attend`: the scores of the keys that each row sees, in powers of two, in the scratch's rows.
     void (*score)(const AttentionTile& tile);

@@ -65,6 +65,12 @@ inline Workplace take_workplace(Arena& arena, const CacheShape& cache, size_t ro
     return place;
 }
 
+// The first position that a token at `position` sees, and the first tile.
+inline size_t first_seen(const AttentionStep& step, size_t position) {
+    return position < step.window ? 0 : position - step.window + 1;
+}
+inline size_t first_tile(const AttentionStep& step, size_t position) { return first_seen(step, position) / kTileKeys; }
+
 // Positions of a unit: one at least.
 inline size_t unit_positions(size_t heads_per_key_head) { return std::max<size_t>(1, kUnitRows / heads_per_key_head); }
 
@@ -97,7 +103,7 @@ inline AttentionRows pack_unit(const AttentionStep& step, const AttentionArithme
     const AttentionRows rows{positions * group, group, sequence.past + token};
     const size_t stride = query_stride(rows.count);
     for (size_t row = 0; row < rows.count; ++row) {
-        const float* query = step.queries + (sequence.first_row + token + row / group) * step.stride +
+        const float* query = step.queries.first + (sequence.first_row + token + row / group) * step.queries.stride +
                              (head * group + row % group) * dim;
         arithmetic.pack(dim, query, step.scale * kLog2E, queries + row, stride);
     }
@@ -115,6 +121,7 @@ inline AttentionTile tile_of(const AttentionStep& step, const AttentionSequence&
     tile.values = sequence.values + head * cache.value_bytes(sequence.capacity) + cache.value_bytes(tile.first_key);
     tile.next_keys = tile.keys;
     tile.rows = rows;
+    tile.window = step.window;
     tile.queries = place.queries;
     tile.query_stride = query_stride(rows.count);
     tile.scratch = place.tile;

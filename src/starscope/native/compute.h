@@ -30,29 +30,40 @@ inline size_t tile_bytes(const PanelType& type, size_t cols, size_t rows) {
     return (bytes + 63) / 64 * 64;
 }
 
-enum Activation : int { kNoActivation = 0, kGelu = 1, kGeluTanh = 2 };
+// How rows are laid out for a type: types with the same number share prepared rows.
+inline int prepared_form(const PanelType& type) {
+    return type.is_float ? kF32 : type.type_id == kQ5_K ? kQ4_K : type.type_id;
+}
+
+enum Activation : int { kNoActivation = 0, kGelu = 1, kGeluTanh = 2, kSilu = 3 };
 
 // By the names of their ops.
 constexpr struct {
     const char* name;
     Activation activation;
-} kActivations[] = {{"gelu", kGelu}, {"gelu_tanh", kGeluTanh}};
+} kActivations[] = {{"gelu", kGelu}, {"gelu_tanh", kGeluTanh}, {"silu", kSilu}};
 
-// One row: y = (x - mean) / sqrt(variance + epsilon) * weight + bias. `bias` may be null.
-using LayerNorm = void (*)(const float* x, size_t cols, float epsilon, const float* weight, const float* bias,
-                           float* y);
+// One row: y = (x - mean) / sqrt(variance + epsilon) * weight + bias, or y = x / sqrt(mean of squares + epsilon) *
+// weight + bias. `bias` may be null.
+using Norm = void (*)(const float* x, size_t cols, float epsilon, const float* weight, const float* bias, float* y);
 
 struct Epilogue {
     const float* bias;      // of these columns and, at the end, up to a multiple of 16; or null
-    Activation activation;  // after the bias
+    Activation activation;  // after the bias; of the gate where there is one
+    const float* gate;      // products of a second matrix, laid out like the first's, which they multiply; or null
+    const float* gate_bias;
     const float* residual;  // of the first row, added last; or null
     size_t residual_stride;
 };
 
 struct ComputeKernels {
     const char* isa;
-    LayerNorm layer_norm;
+    Norm layer_norm, rms_norm;
     void (*add)(const float* a, const float* b, float* y, size_t count);
+    void (*times)(const float* a, const float* b, float* y, size_t count);
+    // Turns `heads` heads of `dim` numbers, in pairs (i, i + dim / 2), by angles whose cosines are in turn[0..dim/2)
+    // and sines behind them. y may be x.
+    void (*rotate)(const float* x, size_t heads, size_t dim, const float* turn, float* y);
     void (*activate)(Activation activation, const float* x, float* y, size_t count);
     // `count` rows into places row .. row+count-1 of a tile of `rows`.
     void (*prepare)(const PanelType& type, const float* const* x, size_t count, size_t cols, size_t row, size_t rows,

@@ -1,8 +1,8 @@
 // The small steps between products, and how rows are prepared for them. Compiled once per instruction set; the rules of
 // kernels.cpp hold: float32, sums in a fixed order (16 lanes, then halves), no library code.
 #include "compute.h"
+#include "functions.h"
 #include "linear_kernels.h"
-#include "vectors.h"
 
 #define STARSCOPE_TEXT_(x) #x
 #define STARSCOPE_TEXT(x) STARSCOPE_TEXT_(x)
@@ -45,12 +45,41 @@ void layer_norm(const float* __restrict x, size_t cols, float epsilon, const flo
     }
 }
 
+void rms_norm(const float* __restrict x, size_t cols, float epsilon, const float* __restrict weight,
+              const float* __restrict bias, float* __restrict y) {
+    const size_t whole = cols / kLanes * kLanes;
+    float lanes[kLanes] = {};
+    for (size_t c = 0; c < whole; c += kLanes) {
+        for (int i = 0; i < kLanes; ++i) lanes[i] += x[c + i] * x[c + i];
+    }
+    for (size_t c = whole; c < cols; ++c) lanes[c - whole] += x[c] * x[c];
+    const float inverse = 1.0f / __builtin_sqrtf(sum_of_lanes(lanes) / static_cast<float>(cols) + epsilon);
+    if (bias != nullptr) {
+        for (size_t c = 0; c < cols; ++c) y[c] = x[c] * inverse * weight[c] + bias[c];
+    } else {
+        for (size_t c = 0; c < cols; ++c) y[c] = x[c] * inverse * weight[c];
+    }
+}
+
 void add(const float* a, const float* b, float* y, size_t count) {
     for (size_t i = 0; i < count; ++i) y[i] = a[i] + b[i];
 }
 
+void multiply_each(const float* a, const float* b, float* y, size_t count) {
+    for (size_t i = 0; i < count; ++i) y[i] = a[i] * b[i];
+}
+
 inline Lanes activated(Activation activation, Lanes x) {
-    return activation == kGelu ? gelu(x) : activation == kGeluTanh ? gelu_tanh(x) : x;
+    switch (activation) {
+        case kGelu:
+            return gelu(x);
+        case kGeluTanh:
+            return gelu_tanh(x);
+        case kSilu:
+            return silu(x);
+        default:
+            return x;
+    }
 }
 
 // Fewer than sixteen numbers go through a whole vector of them.
@@ -70,6 +99,24 @@ void activate(Activation activation, const float* x, float* y, size_t count) {
     size_t i = 0;
     for (; i + kLanes <= count; i += kLanes) store(y + i, activated(activation, from_floats(x + i)));
     if (i < count) store_some(y + i, activated(activation, load_some(x + i, count - i)), count - i);
+}
+
+// Both halves of a pair are read before they are written: y may be x.
+void rotate(const float* x, size_t heads, size_t dim, const float* turn, float* y) {
+    const size_t half = dim / 2;
+    for (size_t h = 0; h < heads; ++h, x += dim, y += dim) {
+        for (size_t i = 0; i < half; i += kLanes) {
+            const size_t n = half - i < kLanes ? half - i : kLanes;
+            const bool whole = n == kLanes;
+            const auto load = [&](const float* from) { return whole ? from_floats(from) : load_some(from, n); };
+            const Lanes first = load(x + i), second = load(x + half + i);
+            const Lanes cosine = load(turn + i), sine = load(turn + half + i);
+            const Lanes a = minus(times(first, cosine), times(second, sine));
+            const Lanes b = plus(times(second, cosine), times(first, sine));
+            whole ? store(y + i, a) : store_some(y + i, a, n);
+            whole ? store(y + half + i, b) : store_some(y + half + i, b, n);
+        }
+    }
 }
 
 // scale = max|x| / 127; quant = x / scale to nearest, ties to even. What is not finite gives a scale that is not.
@@ -123,13 +170,24 @@ void prepare(const PanelType& type, const float* const* x, size_t count, size_t 
     }
 }
 
-void finish(const float* products, size_t panel_stride, size_t rows, size_t cols, const Epilogue& epilogue, float* out,
-            size_t out_stride) {
-    for (size_t first = 0; first < cols; first += kPanelRows, products += panel_stride) {
+template <bool kGated>
+void finish_panels(const float* products, size_t panel_stride, size_t rows, size_t cols, const Epilogue& epilogue,
+                   float* out, size_t out_stride) {
+    const float* gates = epilogue.gate;
+    for (size_t first = 0; first < cols;
+         first += kPanelRows, products += panel_stride, gates += kGated ? panel_stride : 0) {
         const size_t n = cols - first < kPanelRows ? cols - first : kPanelRows;
         const Lanes bias = epilogue.bias != nullptr ? from_floats(epilogue.bias + first) : zeros();
+        const Lanes gate_bias =
+            kGated && epilogue.gate_bias != nullptr ? from_floats(epilogue.gate_bias + first) : zeros();
         for (size_t r = 0; r < rows; ++r) {
-            Lanes y = activated(epilogue.activation, plus(from_floats(products + r * kPanelRows), bias));
+            Lanes y = plus(from_floats(products + r * kPanelRows), bias);
+            if (kGated) {
+                const Lanes gate = plus(from_floats(gates + r * kPanelRows), gate_bias);
+                y = times(activated(epilogue.activation, gate), y);
+            } else {
+                y = activated(epilogue.activation, y);
+            }
             float* to = out + r * out_stride + first;
             if (epilogue.residual != nullptr) {
                 const float* residual = epilogue.residual + r * epilogue.residual_stride + first;
@@ -140,12 +198,21 @@ void finish(const float* products, size_t panel_stride, size_t rows, size_t cols
     }
 }
 
+void finish(const float* products, size_t panel_stride, size_t rows, size_t cols, const Epilogue& epilogue, float* out,
+            size_t out_stride) {
+    const auto run = epilogue.gate != nullptr ? finish_panels<true> : finish_panels<false>;
+    run(products, panel_stride, rows, cols, epilogue, out, out_stride);
+}
+
 }  // namespace
 
 extern const ComputeKernels compute = {
     STARSCOPE_TEXT(STARSCOPE_ISA),
     layer_norm,
+    rms_norm,
     add,
+    multiply_each,
+    rotate,
     activate,
     prepare,
     multiply,

@@ -84,12 +84,15 @@ class Worker {
         const AttentionTile tile = tile_of(step_, sequence, head, rows, number, place_);
         arithmetic_.score(tile);
         for (size_t row = 0; row < rows.count; ++row) {
-            const size_t position = rows.position + row / group_ + 1;
-            const size_t seen = position > first ? std::min(position - first, keys) : 0;
+            // Of the tile's keys the row sees those from `begin` to `end`.
+            const auto within = [&](size_t key) { return key > first ? std::min(key - first, keys) : 0; };
+            const size_t position = rows.position + row / group_;
+            const size_t begin = within(first_seen(step_, position)), end = within(position + 1);
             const float* scores = place_.tile.scores + row * kScoreStride;
             float* to = pattern + at(sequence, head, token, row) + first;
-            for (size_t key = 0; key < seen; ++key) to[key] = scores[key] * kLn2;
-            for (size_t key = seen; key < keys; ++key) to[key] = -FLT_MAX;
+            for (size_t key = 0; key < keys; ++key) {
+                to[key] = key >= begin && key < end ? scores[key] * kLn2 : -FLT_MAX;
+            }
         }
     }
 

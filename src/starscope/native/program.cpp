@@ -1,5 +1,6 @@
 #include "program.h"
 
+#include <math.h>
 #include <string.h>
 
 #include <algorithm>
@@ -8,26 +9,6 @@
 #include "patterns.h"
 
 namespace starscope {
-namespace {
-
-// Rows that every thread prepares for itself: cheaper than a barrier.
-constexpr size_t kFewRows = 2;
-// Rows for which unpacking a panel first costs less than unpacking it for every tile.
-constexpr size_t kManyRows = 2 * kTileRows;
-// What a thread works on at a time should stay in its own cache: so many columns, of so many bytes of prepared rows,
-// with so many panels.
-constexpr size_t kPartCols = 2048, kRowBytes = 384 << 10, kPartPanels = 8;
-constexpr size_t kMostTiles = 32;
-constexpr size_t kMostPanels = 64;
-constexpr size_t kProducts = kMostPanels * kPanelRows * kFewRows;  // floats; >= kTileRows * kPanelRows
-
-size_t clamp(size_t value, size_t low, size_t high) { return std::max(low, std::min(value, high)); }
-
-size_t normed_floats(const Instruction& i, const Matrix& m) { return i.norm_weight < 0 ? 0 : kTileRows * m.cols; }
-
-size_t tile_count(size_t rows) { return (rows + kTileRows - 1) / kTileRows; }
-
-}  // namespace
 
 int Program::add_matrix(const PanelType& type, size_t rows, size_t cols) {
     const size_t stride = panel_bytes(type, cols);
@@ -44,8 +25,8 @@ void Matrix::fill(size_t first, size_t count, const uint8_t* file_rows) const {
 }
 
 int Program::add_vector(const float* values, size_t count) {
-    vectors_.emplace_back(values, values + count);
-    vectors_.back().resize((count + kPanelRows - 1) / kPanelRows * kPanelRows);  // read 16 at a time
+    vectors_.push_back({{values, values + count}, count});
+    vectors_.back().values.resize((count + kPanelRows - 1) / kPanelRows * kPanelRows);  // read 16 at a time
     return static_cast<int>(vectors_.size()) - 1;
 }
 
@@ -57,13 +38,15 @@ Code Program::compile(std::vector<Instruction> instructions, std::vector<size_t>
         if (i.kind == kEdit) code.edits = std::max(code.edits, static_cast<size_t>(i.edit) + 1);
         const bool chooses = i.gather || i.kind == kGather;
         if (i.a.exists() && !i.wanted) code.whole[i.a.slot] = true;
-        for (const View& view : {i.b, i.c, i.out, i.norm_out}) {
+        for (const View& view : {i.b, i.c, i.out}) {
             if (view.exists() && !i.wanted && !chooses) code.whole[view.slot] = true;
         }
         if (i.kind != kLinear) continue;
-        const Matrix& m = matrices_[i.matrix];
-        prepared = std::max(prepared, tile_bytes(*m.type, m.cols, kFewRows) + normed_floats(i, m) * sizeof(float));
-        code.part_bytes = std::max(code.part_bytes, compute_.part_bytes(*m.type, std::min(kPartCols, m.cols)));
+        prepared = std::max(prepared, few_bytes(i));
+        for (const int matrix : i.matrices) {
+            const Matrix& m = matrices_[matrix];
+            code.part_bytes = std::max(code.part_bytes, compute_.part_bytes(*m.type, std::min(kPartCols, m.cols)));
+        }
     }
     code.part_at = (kProducts * sizeof(float) + prepared + 63) / 64 * 64;
     code.part_bytes = (code.part_bytes + 63) / 64 * 64;
@@ -93,8 +76,7 @@ void Buffers::fit(const Code& code, size_t rows) {
 }
 
 void Program::reserve_private(const Code& code) {
-    const size_t sums = kPartPanels * kMostTiles * kTileRows * kPanelRows * sizeof(float);
-    for (Memory& memory : private_) memory.grow(code.part_at + code.part_bytes + sums);
+    for (Memory& memory : private_) memory.grow(code.part_at + code.part_bytes + kPartSums * sizeof(float));
 }
 
 void Program::reserve(const Code& code, Buffers& buffers, size_t first, size_t last, const Step& step) {
@@ -107,13 +89,15 @@ void Program::reserve(const Code& code, Buffers& buffers, size_t first, size_t l
     reserve_private(code);
     size_t longest = 0;
     for (const Sequence& sequence : step.sequences) longest = std::max(longest, sequence.past + sequence.new_rows);
+    for (auto& [number, values] : turns_) values.clear();
     size_t tiles = 0, scratch = 0, pattern = 0;
     for (size_t n = first; n < last; ++n) {
         const Instruction& i = code.instructions[n];
         if (i.kind == kLinear) {
-            const Matrix& m = matrices_[i.matrix];
-            tiles = std::max(tiles, tile_bytes(*m.type, m.cols, kTileRows) * tile_count(rows_of(i, step)));
-        } else if (i.kind != kEdit && i.has_sequences()) {
+            tiles = std::max(tiles, tiles_bytes(i, rows_of(i, step)));
+        } else if (i.kind == kRope) {
+            fill_turns(i.frequencies, step);
+        } else if (i.attends()) {
             scratch = std::max(scratch, attention_scratch_bytes(step.sequences[0].cache->shape, i.heads, step.rows,
                                                                 step.sequences.size(), longest, threads()));
         }
@@ -143,13 +127,17 @@ void Program::run(const Code& code, Buffers& buffers, size_t first, size_t last,
 void Program::execute(const Instruction& i, const Step& step, int thread) {
     switch (i.kind) {
         case kAdd:
-            add(i, step);
+        case kMultiply:
+            each(i, step);
             break;
         case kNorm:
             norm(i, step);
             break;
         case kActivate:
             activate(i, step);
+            break;
+        case kRope:
+            rotate(i, step);
             break;
         case kGather:
             gather(i, step);
@@ -172,15 +160,17 @@ void Program::execute(const Instruction& i, const Step& step, int thread) {
     team_.barrier();
 }
 
-void Program::add(const Instruction& i, const Step& step) {
+void Program::each(const Instruction& i, const Step& step) {
     const size_t rows = rows_of(i, step);
-    for (size_t r; (r = team_.take(1)) < rows;) compute_.add(at(i.a, r), at(i.b, r), at(i.out, r), i.cols);
+    const auto kernel = i.kind == kAdd ? compute_.add : compute_.times;
+    for (size_t r; (r = team_.take(1)) < rows;) kernel(at(i.a, r), at(i.b, r), at(i.out, r), i.cols);
 }
 
 void Program::norm(const Instruction& i, const Step& step) {
     const size_t rows = rows_of(i, step);
+    const Norm kernel = i.rms ? compute_.rms_norm : compute_.layer_norm;
     for (size_t r; (r = team_.take(1)) < rows;) {
-        compute_.layer_norm(at(i.a, r), i.cols, i.epsilon, vector(i.weight), vector(i.bias), at(i.out, r));
+        kernel(at(i.a, r), i.cols, i.epsilon, vector(i.weight), vector(i.bias), at(i.out, r));
     }
 }
 
@@ -191,108 +181,44 @@ void Program::activate(const Instruction& i, const Step& step) {
     }
 }
 
+std::vector<float>& Program::turns(int frequencies) {
+    for (auto& [number, values] : turns_) {
+        if (number == frequencies) return values;
+    }
+    return turns_.emplace_back(frequencies, std::vector<float>()).second;
+}
+
+// Cosines and sines for the positions of a step's rows: angles are rounded to float32, as those of models are, and
+// their functions are those of double, so that they hold for far positions.
+void Program::fill_turns(int frequencies, const Step& step) {
+    std::vector<float>& all = turns(frequencies);
+    if (!all.empty()) return;  // another instruction's, too
+    const float* radians = vector(frequencies);
+    const size_t half = vectors_[frequencies].count;
+    all.resize(step.rows * 2 * half);
+    for (const Sequence& s : step.sequences) {
+        for (size_t row = 0; row < s.new_rows; ++row) {
+            float* turn = all.data() + (s.first_row + row) * 2 * half;
+            const float position = static_cast<float>(s.past + row);
+            for (size_t i = 0; i < half; ++i) {
+                const double angle = position * radians[i];
+                turn[i] = static_cast<float>(cos(angle));
+                turn[half + i] = static_cast<float>(sin(angle));
+            }
+        }
+    }
+}
+
+void Program::rotate(const Instruction& i, const Step& step) {
+    const float* turn = turns(i.frequencies).data();
+    for (size_t r; (r = team_.take(1)) < step.rows;) {
+        compute_.rotate(at(i.a, r), i.heads, i.dim, turn + r * i.dim, at(i.out, r));
+    }
+}
+
 void Program::gather(const Instruction& i, const Step& step) {
     for (size_t r; (r = team_.take(1)) < step.wanted_rows;) {
         memcpy(at(i.out, r), at(i.a, step.wanted[r]), i.cols * sizeof(float));
-    }
-}
-
-// Rows of one tile.
-void Program::prepare_rows(const Instruction& i, const Step& step, size_t first, size_t count, uint8_t* tiles,
-                           int thread, bool keep) {
-    const Matrix& m = matrices_[i.matrix];
-    const float* x[kTileRows];
-    float* normed = reinterpret_cast<float*>(private_[thread].data()) + kProducts;
-    for (size_t r = 0; r < count; ++r, normed += m.cols) {
-        const size_t row = first + r;
-        x[r] = at(i.a, i.gather ? step.wanted[row] : row);
-        if (i.norm_weight < 0) continue;
-        compute_.layer_norm(x[r], m.cols, i.epsilon, vector(i.norm_weight), vector(i.norm_bias), normed);
-        if (keep && i.norm_out.exists()) memcpy(at(i.norm_out, row), normed, m.cols * sizeof(float));
-        x[r] = normed;
-    }
-    const size_t tile = first / kTileRows, rows = std::min(kTileRows, rows_of(i, step) - tile * kTileRows);
-    compute_.prepare(*m.type, x, count, m.cols, first - tile * kTileRows, rows,
-                     tiles + tile * tile_bytes(*m.type, m.cols, kTileRows));
-}
-
-void Program::linear(const Instruction& i, const Step& step, int thread) {
-    const Matrix& m = matrices_[i.matrix];
-    const size_t rows = rows_of(i, step);
-    uint8_t* tiles = tiles_.data();
-    if (rows <= kFewRows) {
-        tiles = private_[thread].data() + (kProducts + normed_floats(i, m)) * sizeof(float);
-        prepare_rows(i, step, 0, rows, tiles, thread, thread == 0);
-    } else {
-        // Of many rows whole tiles: threads that write to the same lines of memory would wait for one another.
-        const size_t at_once = rows >= kManyRows ? kTileRows : 1;
-        for (size_t r; (r = team_.take(at_once)) < rows;) {
-            prepare_rows(i, step, r, std::min(at_once, rows - r), tiles, thread, true);
-        }
-        team_.barrier();
-    }
-
-    const size_t tile = tile_bytes(*m.type, m.cols, kTileRows), panels = panel_count(m.rows), count = tile_count(rows);
-    const bool many = rows >= kManyRows;
-    const size_t shares = static_cast<size_t>(threads()) * 6;
-    const size_t panels_at_once = clamp(panels / shares, 1, many ? kPartPanels : kMostPanels);
-    float* products = reinterpret_cast<float*>(private_[thread].data());
-
-    // Products of panels first .. end-1 with n rows from first_row on, panel_stride floats from one panel to the next.
-    const auto finish = [&](size_t first, size_t end, size_t first_row, size_t n, const float* from,
-                            size_t panel_stride) {
-        const size_t col = first * kPanelRows;
-        Epilogue epilogue;
-        epilogue.bias = i.bias < 0 ? nullptr : vector(i.bias) + col;
-        epilogue.activation = static_cast<Activation>(i.activation);
-        epilogue.residual = i.b.exists() ? at(i.b, first_row) + col : nullptr;
-        epilogue.residual_stride = i.b.exists() ? widths_[i.b.slot] : 0;
-        compute_.finish(from, panel_stride, n, std::min(end * kPanelRows, m.rows) - col, epilogue,
-                        at(i.out, first_row) + col, widths_[i.out.slot]);
-    };
-    for (size_t first; (first = team_.take(panels_at_once)) < panels;) {
-        const size_t end = std::min(first + panels_at_once, panels);
-        const uint8_t* panel = m.panels + first * m.stride;
-        if (rows <= kFewRows) {
-            compute_.multiply(*m.type, panel, m.stride, end - first, m.cols, tiles, rows, products);
-            finish(first, end, 0, rows, products, rows * kPanelRows);
-            continue;
-        }
-        if (!many) {
-            for (size_t t = 0; t < count; ++t) {
-                const size_t n = std::min(kTileRows, rows - t * kTileRows);
-                for (size_t p = first; p < end; ++p) {
-                    compute_.multiply(*m.type, m.panels + p * m.stride, m.stride, 1, m.cols, tiles + t * tile, n,
-                                      products);
-                    finish(p, p + 1, t * kTileRows, n, products, 0);
-                }
-            }
-            continue;
-        }
-        const size_t part_cols = std::min(kPartCols, m.cols);
-        const size_t tiles_at_once = clamp(kRowBytes / tile_bytes(*m.type, part_cols, kTileRows), 1, kMostTiles);
-        uint8_t* scratch = private_[thread].data() + part_at_;
-        float* sums = reinterpret_cast<float*>(scratch + part_bytes_);
-        for (size_t t0 = 0; t0 < count; t0 += tiles_at_once) {
-            const size_t t1 = std::min(t0 + tiles_at_once, count);
-            const auto sums_of = [&](size_t p, size_t t) {
-                return sums + ((p - first) * kMostTiles + (t - t0)) * kTileRows * kPanelRows;
-            };
-            for (size_t c = 0; c < m.cols; c += part_cols) {
-                const size_t n = std::min(part_cols, m.cols - c);
-                for (size_t p = first; p < end; ++p) {
-                    const uint8_t* part = compute_.unpack(*m.type, m.panels + p * m.stride, c, n, m.cols, scratch);
-                    for (size_t t = t0; t < t1; ++t) {
-                        compute_.multiply_part(*m.type, part, c, n, m.cols, tiles + t * tile,
-                                               std::min(kTileRows, rows - t * kTileRows), sums_of(p, t));
-                    }
-                }
-            }
-            for (size_t t = t0; t < t1; ++t) {
-                finish(first, end, t * kTileRows, std::min(kTileRows, rows - t * kTileRows), sums_of(first, t),
-                       kMostTiles * kTileRows * kPanelRows);
-            }
-        }
     }
 }
 
@@ -308,10 +234,10 @@ void Program::attend(const Instruction& i, const Step& step, int thread) {
     attention.cache = step.sequences[0].cache->shape;
     attention.heads = i.heads;
     attention.scale = i.scale;
-    attention.queries = i.a.exists() ? at(i.a, 0) : nullptr;
-    attention.new_keys = i.b.exists() ? at(i.b, 0) : nullptr;
-    attention.new_values = i.c.exists() ? at(i.c, 0) : nullptr;
-    attention.stride = widths_[(i.a.exists() ? i.a : i.b.exists() ? i.b : i.c).slot];
+    attention.window = i.window > 0 ? i.window : kNoWindow;
+    attention.queries = rows_at(i.a);
+    attention.new_keys = rows_at(i.b);
+    attention.new_values = rows_at(i.c);
     attention.sequences = sequences.data();
     attention.count = sequences.size();
     if (i.kind == kAppend) return append_new(attention_, attention, team_);

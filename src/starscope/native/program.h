@@ -33,30 +33,51 @@ struct View {
     bool exists() const { return slot >= 0; }
 };
 
-enum Kind : int { kAdd, kNorm, kLinear, kActivate, kAttention, kGather, kAppend, kScores, kSoftmax, kMix, kEdit };
+enum Kind : int {
+    kAdd,
+    kMultiply,
+    kNorm,
+    kLinear,
+    kActivate,
+    kRope,
+    kAttention,
+    kGather,
+    kAppend,
+    kScores,
+    kSoftmax,
+    kMix,
+    kEdit,
+};
 
 // Their names for whoever makes instructions.
 constexpr std::pair<const char*, Kind> kKinds[] = {
-    {"add", kAdd},       {"norm", kNorm},     {"linear", kLinear}, {"activate", kActivate}, {"attention", kAttention},
-    {"gather", kGather}, {"append", kAppend}, {"scores", kScores}, {"softmax", kSoftmax},   {"mix", kMix},
+    {"add", kAdd},           {"multiply", kMultiply}, {"norm", kNorm},           {"linear", kLinear},
+    {"activate", kActivate}, {"rope", kRope},         {"attention", kAttention}, {"gather", kGather},
+    {"append", kAppend},     {"scores", kScores},     {"softmax", kSoftmax},     {"mix", kMix},
     {"edit", kEdit},
 };
 
+// Matrices that one linear may have.
+constexpr size_t kMostMatrices = 3;
+
 struct Instruction {
     int kind = kAdd;
-    View a, b, out;      // b: the second term of an add, the residual of a linear
+    View a, b, out;      // b: the second term of an add or a multiply, the residual of a linear
     int cols = 0;        // of `a`; of `out` for a linear
     int activation = 0;  // of kActivate, and after a linear's bias
-    int matrix = -1;     // kLinear
-    int bias = -1;       // kLinear, kNorm: a vector, or none
-    int weight = -1;     // kNorm
-    // kLinear: its rows are normalized first when norm_weight is given, and the normalized rows kept in norm_out when
-    // that exists. gather: only the wanted rows are taken.
+    // kLinear: the rows times each of its matrices, side by side, with a bias each (-1: none; or no list at all).
+    // gated: there are two matrices, and the output is the activation of the first one's product times the second
+    // one's.
+    std::vector<int> matrices, biases;
+    bool gated = false;
+    int weight = -1, bias = -1;  // kNorm: vectors; no bias is allowed
+    // kLinear: its rows are normalized first when norm_weight is given. gather: only the wanted rows are taken.
     int norm_weight = -1, norm_bias = -1;
     float epsilon = 0;  // kNorm too
-    View norm_out;
+    bool rms = false;   // kNorm too: the mean is not taken off
     bool gather = false;
-    bool wanted = false;  // the wanted rows are all that its values have
+    bool wanted = false;   // the wanted rows are all that its values have
+    int frequencies = -1;  // kRope: a vector of dim / 2, radians a position
     // kAttention: queries, keys and values are in a, b and c; the cached ones of `layer` are read and added to. Without
     // b and c they have been added. kAppend: adds keys b and values c to them, or one of the two. kScores, kSoftmax and
     // kMix are an attention in three steps, over the buffers' patterns; the fields are the attention's.
@@ -67,11 +88,15 @@ struct Instruction {
     View c;
     int layer = 0, heads = 0, kv_heads = 0, dim = 0;
     float scale = 0;
+    int window = 0;  // keys that a query sees at the most; 0: all before it
 
     bool changes_patterns() const { return kind == kEdit && !a.exists(); }
     bool has_patterns() const { return kind == kScores || kind == kSoftmax || kind == kMix || changes_patterns(); }
     // Whether the sequences of a step, and their caches, matter.
-    bool has_sequences() const { return kind == kAttention || kind == kAppend || has_patterns() || as_cached; }
+    bool has_sequences() const {
+        return kind == kAttention || kind == kAppend || kind == kRope || has_patterns() || as_cached;
+    }
+    bool attends() const { return kind == kAttention || kind == kAppend || (has_patterns() && kind != kEdit); }
 };
 
 // The weight of a linear layer, [rows cols] of a file, as panels `stride` bytes apart.
@@ -152,6 +177,15 @@ class Buffers {
     Memory memory_, patterns_;
 };
 
+// Rows that every thread prepares for itself: cheaper than a barrier.
+constexpr size_t kFewRows = 2;
+// Products of few rows, or of one panel with a tile, in each thread's memory: floats.
+constexpr size_t kProducts = 64 * kPanelRows * kFewRows;
+static_assert(kProducts >= 2 * kTileRows * kPanelRows);
+// Of many rows so many columns of a panel are unpacked at a time, and the sums of so many panels and tiles kept.
+constexpr size_t kPartCols = 2048, kPartPanels = 8, kMostTiles = 32;
+constexpr size_t kPartSums = kPartPanels * kMostTiles * kTileRows * kPanelRows;  // floats
+
 class Program {
   public:
     Program(int threads, const ComputeKernels& compute, const AttentionKernels& attention)
@@ -165,7 +199,7 @@ class Program {
 
     const Matrix& matrix(int index) const { return matrices_.at(index); }
     size_t matrices() const { return matrices_.size(); }
-    size_t vector_size(int index) const { return vectors_.at(index).size(); }
+    size_t vector_size(int index) const { return vectors_.at(index).count; }
     size_t vectors() const { return vectors_.size(); }
 
     // `widths` of all slots; the first `arrays` of them are the caller's.
@@ -174,20 +208,37 @@ class Program {
     void run(const Code& code, Buffers& buffers, size_t first, size_t last, const Step& step);
 
   private:
+    struct Forms;
+    struct Share;
+
     void execute(const Instruction& instruction, const Step& step, int thread);
-    void add(const Instruction& i, const Step& step);
+    void each(const Instruction& i, const Step& step);
     void norm(const Instruction& i, const Step& step);
     void activate(const Instruction& i, const Step& step);
+    void rotate(const Instruction& i, const Step& step);
     void gather(const Instruction& i, const Step& step);
-    void linear(const Instruction& i, const Step& step, int thread);
     void attend(const Instruction& i, const Step& step, int thread);
     void edit(const Instruction& i, const Step& step);
     void edit_patterns(const Instruction& i, const Step& step, const Edit& edit, size_t number);
-    void prepare_rows(const Instruction& i, const Step& step, size_t first, size_t count, uint8_t* tiles, int thread,
-                      bool keep);
+    // linear.cpp
+    size_t few_bytes(const Instruction& i) const;
+    size_t tiles_bytes(const Instruction& i, size_t rows) const;
+    void linear(const Instruction& i, const Step& step, int thread);
+    void prepare_rows(const Instruction& i, const Step& step, size_t first, size_t count, const Forms& forms,
+                      uint8_t* tiles, int thread);
+    void multiply_few(const Instruction& i, const Share& share, size_t rows, float* products);
+    void multiply_some(const Instruction& i, const Share& share, size_t rows, float* products);
+    void multiply_many(const Instruction& i, const Share& share, size_t rows, int thread);
+    void finish(const Instruction& i, const Share& share, size_t first, size_t end, size_t first_row, size_t rows,
+                const float* products, const float* gate, size_t panel_stride);
     float* at(const View& view, size_t row) const { return bases_[view.slot] + row * widths_[view.slot] + view.column; }
-    const float* vector(int index) const { return index < 0 ? nullptr : vectors_[index].data(); }
+    FloatRows rows_at(const View& view) const {
+        return view.exists() ? FloatRows{at(view, 0), widths_[view.slot]} : FloatRows{};
+    }
+    const float* vector(int index) const { return index < 0 ? nullptr : vectors_[index].values.data(); }
     void reserve_private(const Code& code);
+    std::vector<float>& turns(int frequencies);
+    void fill_turns(int frequencies, const Step& step);
     void reserve(const Code& code, Buffers& buffers, size_t first, size_t last, const Step& step);
 
     const ComputeKernels& compute_;
@@ -195,7 +246,11 @@ class Program {
     Team team_;
     Pool pool_;  // of all panels
     std::vector<Matrix> matrices_;
-    std::vector<std::vector<float>> vectors_;
+    struct Vector {
+        std::vector<float> values;  // with zeros up to a multiple of 16
+        size_t count;
+    };
+    std::vector<Vector> vectors_;
     // Of the run under way.
     float* const* bases_ = nullptr;
     const size_t* widths_ = nullptr;
@@ -203,6 +258,8 @@ class Program {
     size_t part_at_ = 0, part_bytes_ = 0;  // the unpacked part of a panel, and sums of several panels and tiles
     Memory tiles_, attention_scratch_;
     std::vector<Memory> private_;  // of each thread: products, normalized rows, few prepared rows; then for many rows
+    // Cosines and sines of every row's position (see `rotate` in compute.h), by the vector of their frequencies.
+    std::vector<std::pair<int, std::vector<float>>> turns_;
 };
 
 // Rows that an instruction writes.

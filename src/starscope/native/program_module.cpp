@@ -14,6 +14,7 @@
 
 #include "dispatch.h"
 #include "program.h"
+#include "program_checks.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -27,12 +28,6 @@ template <typename T>
 using Array3 = nb::ndarray<T, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 template <typename T>
 using Matrix2 = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-[[noreturn]] void refuse(const std::string& problem) { throw nb::value_error(problem.c_str()); }
-
-void expect(bool condition, const char* problem) {
-    if (!condition) refuse(problem);
-}
 
 const PanelType& type_of(int type_id) {
     const PanelType* type = find_panel_type(type_id);
@@ -71,109 +66,10 @@ int add_vector(Program& program, Vector<const float> values) {
     return program.add_vector(values.data(), values.size());
 }
 
-// A view of `cols` columns lies in its slot; `optional` ones may be absent.
-void check_view(const View& view, size_t cols, const std::vector<size_t>& widths, bool optional = false) {
-    if (optional && view.slot == -1) return;
-    expect(view.slot >= 0 && static_cast<size_t>(view.slot) < widths.size(), "an instruction names no slot");
-    const size_t width = widths[view.slot];
-    expect(view.column >= 0 && cols <= width && static_cast<size_t>(view.column) <= width - cols,
-           "an instruction reaches past its slot");
-}
-
-void check_vector(const Program& program, int index, size_t count) {
-    expect(index >= -1 && index < static_cast<int>(program.vectors()), "an instruction names no vector");
-    expect(index == -1 || program.vector_size(index) >= count, "a vector is too short for its instruction");
-}
-
-constexpr int kMostEdits = 1 << 20;
-
-void check_heads(const Instruction& i, const std::vector<size_t>& widths) {
-    expect(i.heads > 0 && i.kv_heads > 0 && i.heads % i.kv_heads == 0 && i.dim > 0, "heads do not fit together");
-    expect(i.layer >= 0 && !i.wanted, "an attention's layer or rows do not fit");
-    check_view(i.b, static_cast<size_t>(i.kv_heads) * i.dim, widths, true);
-    check_view(i.c, static_cast<size_t>(i.kv_heads) * i.dim, widths, true);
-}
-
-void check_instruction(const Program& program, const Instruction& i, const std::vector<size_t>& widths) {
-    expect(i.cols > 0, "an instruction has no columns");
-    expect(i.activation >= kNoActivation && i.activation <= kGeluTanh, "an instruction names no activation");
-    const size_t cols = static_cast<size_t>(i.cols);
-    switch (i.kind) {
-        case kAdd:
-            check_view(i.b, cols, widths);
-            [[fallthrough]];
-        case kActivate:
-        case kGather:
-            break;
-        case kNorm:
-            expect(i.weight >= 0, "a norm has no weight");
-            check_vector(program, i.weight, cols);
-            check_vector(program, i.bias, cols);
-            break;
-        case kLinear: {
-            expect(i.matrix >= 0 && static_cast<size_t>(i.matrix) < program.matrices(), "a linear names no matrix");
-            const Matrix& matrix = program.matrix(i.matrix);
-            expect(cols == matrix.rows, "a linear has another number of columns than its matrix has rows");
-            check_view(i.a, matrix.cols, widths);
-            check_view(i.b, cols, widths, true);
-            check_vector(program, i.bias, cols);
-            check_vector(program, i.norm_weight, matrix.cols);
-            check_vector(program, i.norm_bias, matrix.cols);
-            check_view(i.norm_out, matrix.cols, widths, true);
-            check_view(i.out, cols, widths);
-            return;
-        }
-        case kScores:
-        case kSoftmax:
-            check_heads(i, widths);
-            check_view(i.a, static_cast<size_t>(i.heads) * i.dim, widths);
-            return;
-        case kAttention:
-        case kMix:
-            check_heads(i, widths);
-            if (i.b.exists() || i.c.exists()) {
-                expect(i.a.slot == i.b.slot && i.a.slot == i.c.slot, "queries, keys and values must share a slot");
-            }
-            expect(cols == static_cast<size_t>(i.heads) * i.dim, "an attention's columns do not fit");
-            break;
-        case kEdit:
-            expect(i.edit >= 0 && i.edit < kMostEdits, "an edit has no number, or a very large one");
-            if (i.changes_patterns()) {
-                check_heads(i, widths);
-                expect(!i.as_cached, "patterns are not cached");
-            } else {
-                check_view(i.a, cols, widths);
-            }
-            return;
-        case kAppend:
-            check_heads(i, widths);
-            expect(i.b.exists() || i.c.exists(), "there is nothing to append");
-            expect(!i.b.exists() || !i.c.exists() || i.b.slot == i.c.slot, "keys and values must share a slot");
-            return;
-        default:
-            refuse("an instruction is of no kind");
-    }
-    check_view(i.a, cols, widths);
-    check_view(i.out, cols, widths);
-}
-
 Code compile(Program& program, std::vector<Instruction> instructions, std::vector<size_t> widths, size_t arrays) {
     expect(arrays <= widths.size(), "there are more arrays than slots");
     for (const Instruction& i : instructions) check_instruction(program, i, widths);
     return program.compile(std::move(instructions), std::move(widths), arrays);
-}
-
-// An attention's caches have its layer and its heads, all of one kind.
-void check_caches(const Instruction& i, const std::vector<Sequence>& sequences) {
-    if (!i.has_sequences()) return;
-    expect(!sequences.empty(), "an attention has no sequences");
-    for (const Sequence& s : sequences) {
-        const CacheShape& shape = s.cache->shape;
-        expect(shape.half == sequences[0].cache->shape.half, "a cache has another shape than its attention");
-        if (i.kind == kEdit) continue;
-        expect(shape.kv_heads == i.kv_heads && shape.dim == i.dim && static_cast<size_t>(i.layer) < s.cache->layers,
-               "a cache has another shape than its attention");
-    }
 }
 
 // What a step's edits refer to, kept while it runs.
@@ -212,20 +108,6 @@ Edits edits_of(nb::list items) {
         }
     }
     return edits;
-}
-
-void check_edits(const Instruction& i, const Step& step) {
-    if (i.kind != kEdit) return;
-    for (const Edit& edit : step.edits[i.edit]) {
-        for (size_t n = 0; n < edit.count; ++n) {
-            expect(edit.rows[n] >= 0 && static_cast<size_t>(edit.rows[n]) < rows_of(i, step),
-                   "an edit's row is out of range");
-        }
-        const size_t limit = i.changes_patterns() ? i.heads : i.cols;
-        const size_t first = i.changes_patterns() ? edit.first_head : edit.first_col;
-        const size_t count = i.changes_patterns() ? edit.heads : edit.cols;
-        expect(first <= limit && count <= limit - first, "an edit reaches past its value");
-    }
 }
 
 // The numbers of a code name the matrices and vectors of the program that compiled it.
@@ -405,13 +287,16 @@ void bind_program(nb::module_& m) {
         .def_rw("out", &Instruction::out)
         .def_rw("cols", &Instruction::cols)
         .def_rw("activation", &Instruction::activation)
-        .def_rw("matrix", &Instruction::matrix)
+        .def_rw("matrices", &Instruction::matrices)
+        .def_rw("biases", &Instruction::biases)
+        .def_rw("gated", &Instruction::gated)
         .def_rw("bias", &Instruction::bias)
         .def_rw("weight", &Instruction::weight)
         .def_rw("norm_weight", &Instruction::norm_weight)
         .def_rw("norm_bias", &Instruction::norm_bias)
-        .def_rw("norm_out", &Instruction::norm_out)
         .def_rw("epsilon", &Instruction::epsilon)
+        .def_rw("rms", &Instruction::rms)
+        .def_rw("frequencies", &Instruction::frequencies)
         .def_rw("gather", &Instruction::gather)
         .def_rw("wanted", &Instruction::wanted)
         .def_rw("edit", &Instruction::edit)
@@ -420,7 +305,8 @@ void bind_program(nb::module_& m) {
         .def_rw("heads", &Instruction::heads)
         .def_rw("kv_heads", &Instruction::kv_heads)
         .def_rw("dim", &Instruction::dim)
-        .def_rw("scale", &Instruction::scale);
+        .def_rw("scale", &Instruction::scale)
+        .def_rw("window", &Instruction::window);
     nb::class_<KeyValues>(m, "KeyValues")
         .def(nb::new_(&make_key_values), "half"_a, "layers"_a, "kv_heads"_a, "dim"_a, "context_length"_a)
         .def("read", &read_cache, "layer"_a, "part"_a, "start"_a, "stop"_a,

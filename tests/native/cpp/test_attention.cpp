@@ -76,6 +76,7 @@ double to_bfloat(double value) { return rounded(value, 8, 0x1p-133); }
 struct Shape {
     bool half;
     int dim, heads, kv_heads;
+    size_t window = kNoWindow;
 
     CacheShape cache() const { return {half, kv_heads, dim}; }
     size_t width() const { return static_cast<size_t>(heads + 2 * kv_heads) * dim; }  // queries, keys, values
@@ -83,7 +84,8 @@ struct Shape {
     float scale() const { return 1 / sqrtf(static_cast<float>(dim)); }
     std::string name() const {
         return std::string(half ? "half" : "single") + " dim " + std::to_string(dim) + " heads " +
-               std::to_string(heads) + "/" + std::to_string(kv_heads);
+               std::to_string(heads) + "/" + std::to_string(kv_heads) +
+               (window == kNoWindow ? "" : " window " + std::to_string(window));
     }
 };
 
@@ -137,10 +139,10 @@ void run_step(const AttentionKernels& kernels, const Shape& shape, Team& team, s
     const AttentionStep step{shape.cache(),
                              shape.heads,
                              shape.scale(),
-                             input.data(),
-                             input.data() + queries,
-                             input.data() + queries + keys,
-                             shape.width(),
+                             shape.window,
+                             {input.data(), shape.width()},
+                             {input.data() + queries, shape.width()},
+                             {input.data() + queries + keys, shape.width()},
                              output.data(),
                              shape.output_width(),
                              sequences.data(),
@@ -183,7 +185,7 @@ double operand(const Shape& shape, float value) { return shape.half ? to_bfloat(
 
 // Compares a text's output with float64 sums over the same operands. What may differ, with u = 2^-24 a rounding of
 // float32: a score by dim + 4 roundings of its absolute sum; so a weight by that (the derivative of exp) and 8u for exp
-// itself, and by 2^-9 where weights are bfloat16; the output by that times the spread of the values around it, as the
+// itself, and by 2^-8 where weights are bfloat16 (2^-9 where so many of them cannot all be the worst); the output by that times the spread of the values around it, as the
 // weights are divided by their own sum; and the mix by a rounding for each key.
 void expect_close(const char* isa, const Shape& shape, const Text& text, size_t every) {
     const double u = 0x1p-24, log2e = 1.44269504f;
@@ -200,7 +202,8 @@ void expect_close(const char* isa, const Shape& shape, const Text& text, size_t 
             const size_t key_column = (shape.heads + head / group) * dim;
             const size_t value_column = key_column + shape.kv_heads * dim;
             double most = -INFINITY, error = 0, sum = 0;
-            for (size_t key = 0; key <= row; ++key) {
+            const size_t first = row < shape.window ? 0 : row - shape.window + 1;
+            for (size_t key = first; key <= row; ++key) {
                 double score = 0, magnitude = 0;
                 for (size_t d = 0; d < dim; ++d) {
                     const double product = query[d] * keys[key * shape.width() + key_column + d];
@@ -211,13 +214,14 @@ void expect_close(const char* isa, const Shape& shape, const Text& text, size_t 
                 most = std::max(most, score);
                 error = std::max(error, (dim + 4) * u * magnitude * M_LN2);
             }
-            for (size_t key = 0; key <= row; ++key) sum += weights[key] = exp2(weights[key] - most);
-            const double weight_error = 2 * error + 8 * u + (shape.half ? 0x1p-9 : 0);
+            for (size_t key = first; key <= row; ++key) sum += weights[key] = exp2(weights[key] - most);
+            const double rounding = row - first < 64 ? 0x1p-8 : 0x1p-9;
+            const double weight_error = 2 * error + 8 * u + (shape.half ? rounding : 0);
             for (size_t d = 0; d < dim; ++d) {
                 const double* value = keys.data() + value_column + d;
                 double result = 0, spread = 0, largest = 0;
-                for (size_t key = 0; key <= row; ++key) result += weights[key] / sum * value[key * shape.width()];
-                for (size_t key = 0; key <= row; ++key) {
+                for (size_t key = first; key <= row; ++key) result += weights[key] / sum * value[key * shape.width()];
+                for (size_t key = first; key <= row; ++key) {
                     spread += weights[key] / sum * fabs(value[key * shape.width()] - result);
                     largest = std::max(largest, fabs(value[key * shape.width()]));
                 }
@@ -250,17 +254,35 @@ void outputs_are_those_of_float64(const AttentionKernels& kernels, Team& team) {
     }
 }
 
-using Sizes = std::vector<std::tuple<int, int, int>>;  // dim, heads, key heads
+// A window of one tile, of more, and of less; that begins where a tile does, and elsewhere.
+void windows_hide_what_lies_before_them(const AttentionKernels& kernels, Team& team) {
+    for (const bool half : {true, false}) {
+        for (const size_t window : {1, 2, 7, 64, 127, 128, 129, 200, 300}) {
+            for (const auto& [dim, heads, kv_heads] : {std::tuple{16, 6, 2}, {20, 8, 8}, {33, 100, 1}}) {
+                const Shape shape{half, dim, heads, kv_heads, window};
+                Text text = make_text(shape, 420, normal(static_cast<unsigned>(window)));
+                for (const size_t count : {420, 9}) {
+                    run_all(kernels, shape, team, {&text}, [&](const Text&) { return count; });
+                    expect_close(kernels.isa, shape, text, heads == 100 ? 37 : 11);
+                }
+            }
+        }
+    }
+}
 
-const Sizes kSizes{{20, 12, 1}, {64, 16, 1}, {33, 4, 4}, {16, 6, 2}, {5, 100, 1}, {16, 1, 1}};
+using Sizes = std::vector<std::tuple<int, int, int, size_t>>;  // dim, heads, key heads, window
+
+const Sizes kSizes{{20, 12, 1, kNoWindow}, {64, 16, 1, kNoWindow}, {33, 4, 4, kNoWindow}, {16, 6, 2, kNoWindow},
+                   {5, 100, 1, kNoWindow}, {16, 1, 1, kNoWindow},  {16, 6, 2, 40},        {20, 12, 1, 130},
+                   {5, 100, 1, 128}};
 // In which every way to share work out among threads is taken: many rows for a unit, a unit for a position, key heads.
-const Sizes kSharedSizes{{16, 6, 2}, {5, 100, 1}};
+const Sizes kSharedSizes{{16, 6, 2, kNoWindow}, {5, 100, 1, kNoWindow}, {16, 6, 2, 40}};
 
 void bits_do_not_depend_on_steps_threads_or_batches(const AttentionKernels& kernels, std::vector<Team*> teams,
                                                     const Sizes& sizes) {
     for (const bool half : {true, false}) {
-        for (const auto& [dim, heads, kv_heads] : sizes) {
-            const Shape shape{half, dim, heads, kv_heads};
+        for (const auto& [dim, heads, kv_heads, window] : sizes) {
+            const Shape shape{half, dim, heads, kv_heads, window};
             std::vector<Text> texts;
             for (const size_t length : {1, 17, 127, 128, 129, 280}) {
                 texts.push_back(make_text(shape, length, normal(static_cast<unsigned>(length), 2)));
@@ -451,8 +473,9 @@ void what_lies_behind_the_end_is_not_seen(const AttentionKernels& kernels, Team&
 // A later token of the same step changes no bit of the earlier ones', whatever numbers it brings.
 void what_follows_in_a_step_is_not_seen(const AttentionKernels& kernels, std::vector<Team*> teams) {
     for (const bool half : {true, false}) {
-        for (const auto& [dim, heads, kv_heads] : Sizes{{20, 3, 1}, {16, 6, 2}, {33, 16, 1}, {5, 100, 1}}) {
-            const Shape shape{half, dim, heads, kv_heads};
+        for (const auto& [dim, heads, kv_heads, window] :
+             Sizes{{20, 3, 1, kNoWindow}, {16, 6, 2, kNoWindow}, {33, 16, 1, 100}, {5, 100, 1, kNoWindow}}) {
+            const Shape shape{half, dim, heads, kv_heads, window};
             Text clean = make_text(shape, 290, normal(12));
             run_all(kernels, shape, *teams[0], {&clean}, everything);
             for (Team* team : teams) {
@@ -515,10 +538,10 @@ void time_step(const AttentionKernels& kernels, const Shape& shape, Team& team, 
             const AttentionStep step{shape.cache(),
                                      shape.heads,
                                      shape.scale(),
-                                     input.data(),
-                                     input.data() + queries,
-                                     input.data() + queries + shape.kv_heads * shape.dim,
-                                     shape.width(),
+                                     shape.window,
+                                     {input.data(), shape.width()},
+                                     {input.data() + queries, shape.width()},
+                                     {input.data() + queries + shape.kv_heads * shape.dim, shape.width()},
                                      output.data(),
                                      shape.output_width(),
                                      sequences.data(),
@@ -576,6 +599,7 @@ int test_all(const std::vector<const AttentionKernels*>& all, bool shared) {
         }}};
         const Tests tests{
             {"outputs are those of float64", [&] { outputs_are_those_of_float64(*kernels, two); }},
+            {"windows hide what lies before them", [&] { windows_hide_what_lies_before_them(*kernels, three); }},
             {bits, [&] { bits_do_not_depend_on_steps_threads_or_batches(*kernels, {&one, &two, &three}, kSizes); }},
             {"equal scores give the mean", [&] { equal_scores_give_the_mean(*kernels, two); }},
             {"one large score gives its value", [&] { one_large_score_gives_its_value(*kernels, three); }},

@@ -270,8 +270,8 @@ struct Model {
         };
         const auto linear = [&](View a, View out, int rows, int cols, bool norm) -> Instruction& {
             Instruction& i = emit(kLinear, a, out, rows);
-            i.matrix = matrix(rows, cols);
-            i.bias = vector(rows);
+            i.matrices = {matrix(rows, cols)};
+            i.biases = {vector(rows)};
             if (norm) i.norm_weight = vector(cols), i.norm_bias = vector(cols), i.epsilon = 1e-5f;
             return i;
         };
@@ -285,7 +285,7 @@ struct Model {
         if (open) open_attention(list);
         linear({3, 0}, {2, 0}, kHidden, kHidden, false).b = {2, 0};
         Instruction& up = linear({2, 0}, {5, 0}, inner, kHidden, true);
-        up.activation = kGelu, up.norm_out = {3, 0};
+        up.activation = kGelu;
         linear({5, 0}, {3, 0}, kHidden, inner, false).b = {2, 0};
         Instruction& norm = emit(kNorm, {3, 0}, {2, 0}, kHidden);
         norm.weight = vector(kHidden), norm.epsilon = 1e-5f;
