@@ -140,7 +140,10 @@ class TorchEngine:
     ) -> list[Array]:
         if edits is not None:
             return forward_edited(self, sequences, caches, wanted, edits)
-        batch = self._make_batch(sequences, caches, wanted)
+        batch = make_batch(self, sequences, caches, wanted)
+        if caches is None:  # of this step alone: no room for more
+            for cache, length in zip(batch.caches, batch.lengths, strict=True):
+                cache.context_length = length
         known, start = input_values(self.graph, batch)
         with memory_errors(self.device):
             values: dict[int, Any] = {
@@ -169,14 +172,7 @@ class TorchEngine:
 
         if grad and caches is None:
             caches = grad_caches(self, [len(one) for one in sequences])
-        return TorchPass(self, self._make_batch(sequences, caches, wanted), grad=grad)
-
-    def _make_batch(self, sequences: Sequences, caches: Sequence[Cache] | None, wanted: Wanted) -> Batch:
-        batch = make_batch(self, sequences, caches, wanted)
-        if caches is None:  # of this step alone: no room for more
-            for cache, length in zip(batch.caches, batch.lengths, strict=True):
-                cache.context_length = length
-        return batch
+        return TorchPass(self, make_batch(self, sequences, caches, wanted), grad=grad)
 
     def run_tail(self, edge: int, rows: Any) -> Tensor:
         """The logits `[n vocab_size]` that follow from rows `[n hidden_size]` of a value near the end of the graph.
