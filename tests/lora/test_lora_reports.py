@@ -33,7 +33,7 @@ REPORTS = {
     "ggml: a quantized model is changed and rounded a second time without a word; --lora-base": [
         "test_merge.py: test_a_merged_quantized_file_is_the_rounding_away",
         "test_merge.py: test_running_a_merged_file_is_running_with_lora_base",
-        "test_running.py: test_a_base_in_higher_precision_gives_weights_of_the_models_own_formats",
+        "test_running.py: test_a_base_in_higher_precision_gives_the_weights_of_a_merged_file",
     ],
     "ggml: finetune works for one architecture alone": [
         "test_finetune.py: test_what_is_written_is_what_was_trained_for_peft_and_for_llama_cpp",
