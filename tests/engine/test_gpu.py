@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -154,6 +157,75 @@ def test_a_step_is_recorded_once_a_window_and_old_ones_are_let_go(monkeypatch: p
 
 
 RECORDED = static._Recorded
+
+
+class FakeGraph:
+    """Stands for `torch.cuda.CUDAGraph`, with what was captured inside of it."""
+
+    replays = 0
+
+    def replay(self) -> None:
+        FakeGraph.replays += 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_second_step_is_captured_and_later_ones_replayed_or_run_where_that_fails(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def capture(graph: FakeGraph) -> Iterator[None]:
+        yield
+        if fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(FakeGraph, "replays", 0)
+    engine = make_engine(graph_of(), "Q8_0")
+    cache = engine.new_cache()
+    engine.forward([[1, 2, 3]], [cache])
+    runs: list[int] = []
+    run = engine.run
+    monkeypatch.setattr(engine, "run", lambda *given, **more: (runs.append(1), run(*given, **more)))
+    engine.forward([[4]], [cache])
+    assert engine._recorder is not None
+    (one,) = engine._recorder._steps.values()
+    one._positions = OnCuda(one._positions)  # type: ignore[assignment]
+    for i in range(5):
+        engine.forward([[i]], [cache])
+    assert len(runs) == (7 if fails else 2)  # the failed capture runs once more, and so does every step after it
+    assert FakeGraph.replays == (0 if fails else 5)
+    assert len(engine.notes) == fails
+
+
+class OnCuda:
+    """A tensor on the CPU that says it is on a GPU."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.copy_ = tensor.copy_
+
+
+def test_a_recorded_step_keeps_no_sequence_alive_and_goes_with_it() -> None:
+    engine = make_engine(graph_of(), "F32")
+    assert engine._recorder is not None
+    texts = [weakref.ref(cache) for cache in decoding_caches(engine, 3)]
+    assert len(engine._recorder._steps) == 3
+    gc.collect()
+    assert [text() for text in texts] == [None] * 3
+    [kept] = decoding_caches(engine, 1)
+    assert len(engine._recorder._steps) == 1
+    assert kept.length == 2
+
+
+def decoding_caches(engine: TorchEngine, count: int) -> list[Any]:
+    """Caches of so many sequences, each decoded by itself."""
+    caches = [engine.new_cache() for _ in range(count)]
+    for cache in caches:
+        engine.forward([[1]], [cache])
+        engine.forward([[2]], [cache])
+    return caches
 
 
 def test_what_an_earlier_text_left_in_a_static_cache_reaches_nobody() -> None:

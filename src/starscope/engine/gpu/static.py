@@ -8,12 +8,13 @@ fixed size, longer than the text, and hides what is behind the new row:
     recorder.run(batch, values, 0, len(graph.ops))     # as `engine.run`, for batches that `fits` takes
 
 The first step of a window runs as it is, the second is captured, later ones are replayed. Where there is no CUDA they
-all run as they are: the same arithmetic, which is how it is tested.
+all run as they are: the same arithmetic, which is how it is tested. A recorded step keeps no sequence alive.
 """
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
@@ -87,13 +88,19 @@ class StaticCache(Cache):
 
 
 class _Window:
-    """The history of one sequence as a recorded step has it."""
+    """The history of one sequence as a recorded step has it: without holding on to it."""
 
     def __init__(self, cache: StaticCache, position: Tensor, window: int) -> None:
-        self._cache, self._position, self._window = cache, position, window
+        self._cache, self._position, self._window = weakref.ref(cache), position, window
+
+    @property
+    def is_gone(self) -> bool:
+        return self._cache() is None
 
     def append(self, layer: int, part: str, rows: Tensor) -> Tensor:
-        return self._cache.append_at(layer, part, rows, self._position, self._window)
+        cache = self._cache()
+        assert cache is not None, "whoever runs the step has the cache"
+        return cache.append_at(layer, part, rows, self._position, self._window)
 
     def replace(self, layer: int, part: str, rows: Tensor) -> Tensor:
         raise AssertionError("nothing is replaced in a recorded step")
@@ -108,12 +115,16 @@ class _Recorded:
         self._inputs = {edge: value.clone() for edge, value in inputs.items()}
         self._positions = torch.zeros(len(caches), dtype=torch.int64, device=engine.device)
         places = [self._positions[i : i + 1] for i in range(len(caches))]
-        groups = [
-            Group(1, 1, 0, _Window(cache, place, window), place) for cache, place in zip(caches, places, strict=True)
-        ]
+        self._windows = [_Window(cache, place, window) for cache, place in zip(caches, places, strict=True)]
+        groups = [Group(1, 1, 0, history, place) for history, place in zip(self._windows, places, strict=True)]
         self._step = Step(groups, None)
         self._graph: Any = None
         self._outputs: dict[int, Tensor] = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a sequence is gone: the step cannot run any more."""
+        return any(one.is_gone for one in self._windows)
 
     def run(
         self, positions: Tensor, values: dict[int, Any], start: int, stop: int, keep: Collection[int]
@@ -123,15 +134,25 @@ class _Recorded:
             value.copy_(values[edge])
         if self._graph is not None:
             self._graph.replay()
-        elif self.ran and self._positions.device.type == "cuda":
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._outputs = self._run(start, stop, keep)
-            self._graph.replay()
+        elif self.ran == 1 and self._positions.device.type == "cuda":
+            self._capture(start, stop, keep)
         else:
             self._outputs = self._run(start, stop, keep)
         self.ran += 1
         return self._outputs
+
+    def _capture(self, start: int, stop: int, keep: Collection[int]) -> None:
+        """Record the step and run it; where that fails, run it as it is, and say so."""
+        recording = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(recording):
+                self._outputs = self._run(start, stop, keep)
+            recording.replay()
+            self._graph = recording
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            self._engine.notes.append(f"decoding steps run without CUDA graphs, which is slower: {reason}")
+            self._outputs = self._run(start, stop, keep)
 
     def _run(self, start: int, stop: int, keep: Collection[int]) -> dict[int, Tensor]:
         values: dict[int, Any] = dict(self._inputs)
@@ -156,6 +177,9 @@ class Recorder:
 
     def run(self, batch: Batch, values: dict[int, Any], start: int, stop: int, keep: Collection[int] = ()) -> None:
         """As `TorchEngine.run` for a batch that fits; every row is wanted. What it makes holds until the next step."""
+        if any(isinstance(value, list) for value in values.values()):  # histories from elsewhere, of any length
+            self._engine.run(self._engine.step(batch), values, start, stop, keep)
+            return
         needed = max(batch.pasts) + 1
         limit = min(cache.context_length for cache in batch.caches)
         window = min(limit, max(FIRST_WINDOW, 1 << (needed - 1).bit_length()))
@@ -163,6 +187,7 @@ class Recorder:
         one = self._steps.pop(key, None)
         if one is None or one.window != window:
             one = _Recorded(self._engine, batch.caches, window, values)
+            self._steps = OrderedDict((of, step) for of, step in self._steps.items() if not step.is_over)
         self._steps[key] = one
         while len(self._steps) > RECORDED:
             self._steps.popitem(last=False)
