@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from starscope.engine.gpu.devices import Ways
 from starscope.engine.gpu.products import WALKS, linear
 from starscope.engine.gpu.stored import LAYOUTS
+from starscope.engine.torch_engine import TorchEngine
 from starscope.formats import find_format
-from support.stored import stored_matrix
+from support.numbers import ulps
+from support.stored import make_graph, stored_matrix, stored_weights
 
 pytest.importorskip("triton", reason="Triton is not installed: it has wheels for Linux alone")
 
@@ -94,3 +98,22 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     found = linear(x, matrix)
     assert found[[0, 1, 2, 4]].isfinite().all()
     assert found[3].isnan().all()
+
+
+def test_where_triton_fails_torch_decodes_and_the_engine_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nMore.")
+
+    graph = make_graph(hidden=256, heads=4, inner=512)
+    ways = Ways(stored=True, triton=True)
+    with monkeypatch.context() as patched:
+        patched.setattr("starscope.engine.gpu.products._by_triton", no_compiler)
+        engine = TorchEngine(graph, stored_weights(graph, "Q4_K", mixed={"down_proj.weight": "Q6_K"}), ways=ways)
+        [found] = engine.forward([[1, 2, 3]])
+    assert not engine.ways.triton
+    assert engine.notes == [
+        "quantized weights are decoded by torch on cpu: Triton fails there: Failed to find C compiler. Please specify "
+        "via CC environment variable."
+    ]
+    plain = TorchEngine(graph, stored_weights(graph, "Q4_K", mixed={"down_proj.weight": "Q6_K"}))
+    assert ulps(found, plain.forward([[1, 2, 3]])[0]) <= 32

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,8 +26,9 @@ from starscope.engine.base import Array, Batch, Sequences, StepEdits, Wanted, in
 from starscope.engine.edited import forward_edited
 from starscope.engine.gpu.devices import Asked, Ways, find_device, holds, ways_of
 from starscope.engine.gpu.devices import memory_errors as memory_errors
+from starscope.engine.gpu.products import why_no_triton
 from starscope.engine.gpu.static import Recorder, StaticCache
-from starscope.engine.gpu.stored import LAYOUTS, device_bytes, read_stored
+from starscope.engine.gpu.stored import LAYOUTS, StoredMatrix, device_bytes, read_stored
 from starscope.engine.passes import tail_of
 from starscope.engine.torch_kernels import KERNELS as KERNELS
 from starscope.engine.torch_kernels import Group as Group
@@ -81,6 +82,8 @@ class TorchEngine:
         for name in weights:
             if not weights.is_tied(name):
                 self.weights[name] = self._place(weights, name)
+        if self.ways.triton:
+            self._try_triton()
         self.parameters = {name: weight for name, weight in self.weights.items() if isinstance(weight, Tensor)}
         for name, slot in weights.slots.items():
             if slot.tied_to and weights.is_tied(name):
@@ -103,6 +106,17 @@ class TorchEngine:
             placed = torch.tensor(weights[name], dtype=self.dtype).to(self._device)
         weights.forget(name)
         return placed
+
+    def _try_triton(self) -> None:
+        """One product with each format; torch decodes them all, and a note says why, where one does not run."""
+        stored = {name: weight for name, weight in self.weights.items() if isinstance(weight, StoredMatrix)}
+        with memory_errors(self.device, "a product with one row"):
+            each = {weight.format_name: weight for weight in stored.values()}.values()
+            reason = next(filter(None, map(why_no_triton, each)), None)
+        if reason is not None:
+            self.ways = replace(self.ways, triton=False)
+            self.weights.update({name: replace(weight, by_triton=False) for name, weight in stored.items()})
+            self.notes.append(f"quantized weights are decoded by torch on {self.device}: Triton fails there: {reason}")
 
     @property
     def weight_bytes(self) -> int:

@@ -129,6 +129,20 @@ def _by_triton(x: Tensor, matrix: StoredMatrix, bias: Tensor | None) -> Tensor:
     return out
 
 
+def why_no_triton(matrix: StoredMatrix) -> str | None:
+    """Why Triton's kernels do not run where a matrix is, in its own words; None where they do.
+
+    Triton may be there and fail: it wants a C compiler, a cache that it may write, a GPU that is not too old.
+    """
+    try:
+        _by_triton(torch.zeros(1, matrix.shape[1], device=matrix.device), matrix, None)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever Triton, a compiler or a driver may raise
+        return next(iter(str(error).splitlines()), "") or type(error).__name__
+    return None
+
+
 def options(format_name: str, tile: Tile, *, has_bias: bool) -> dict[str, Any]:
     """What a kernel is compiled for."""
     lanes, distance = WALKS[format_name]
