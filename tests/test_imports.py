@@ -17,6 +17,7 @@ HEAVY = {"gguf", "huggingface_hub", "rich", "tokenizers", "torch", "transformers
 ALLOWED_AT_THE_TOP = {
     "engine/gpu/": {"torch"},
     "engine/gpu/triton_kernels.py": {"triton"},
+    "engine/split/torch_step.py": {"torch"},
     "engine/torch_": {"torch"},
     "train/": {"torch"},
 }  # by the beginning of the path
