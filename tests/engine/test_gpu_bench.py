@@ -21,7 +21,6 @@ def run(*arguments: str) -> dict:
 
 
 def test_the_bench_has_every_part_and_the_ladder_gives_the_logits_of_the_cpu(tmp_path):
-    pytest.importorskip("starscope.engine.split.engine", reason="no split engine yet")
     found = run("--smoke", "--work", str(tmp_path))
     assert found["left_out"] == []
     assert max(row["ulp"] for row in found["kernels"]) <= 4

@@ -308,7 +308,8 @@ class NativeEngine:
         if name not in self._vectors:
             values = self.weights[name] if made is None else made(self.weights)
             self._vectors[name] = int(self._program.add_vector(np.ascontiguousarray(values, np.float32)))
-            self.weights.forget(name)
+            if made is None:
+                self.weights.forget(name)
         return self._vectors[name]
 
     def _matrix(self, name: str) -> int:

@@ -256,8 +256,7 @@ class TorchEngine:
             op = graph.ops[index]
             inner = self.fusions.get(index) if fused else None
             if inner is not None and inner.last <= stop - 1 and not any(edge in keep for edge in inner.hidden):
-                q, k, v = (values[i] for i in inner.inputs)
-                values[inner.output] = fused_attention(step, op.attrs, q, k, v)
+                values[inner.output] = fused_attention(step, op.attrs, *(values[i] for i in inner.inputs))
                 used, index = set(inner.inputs), inner.last
             else:
                 made = KERNELS[op.kind](self.weights, step, op, [values[i] for i in op.inputs])

@@ -149,6 +149,8 @@ def peak_bytes(
                     extra = mask_bytes(sizes)
             else:
                 alive.update({edge: each[edge] for edge in op.outputs})
+                if op.kind == "mix" and _is_fused(graph, number, own):  # the heads' results, before they lie in rows
+                    extra = each[op.outputs[0]] + mask_bytes(sizes)
             peak = max(peak, sum(alive.values()) + extra)
             for edge in op.inputs:
                 readers = [reader for reader in graph.consumers[edge] if reader in own and reader > number]
@@ -165,10 +167,10 @@ def _let_go(alive: dict[int, int], place: str, drop: Collection[tuple[str, int]]
 
 
 def _is_fused(graph: Graph, number: int, own: Collection[int]) -> bool:
-    first = number if graph.ops[number].kind == "scores" else number - 1
+    first = number - ("scores", "softmax", "mix").index(graph.ops[number].kind)
     return all(op in own for op in range(first, first + 3))
 
 
 def mask_bytes(sizes: Mapping[str, int]) -> int:
-    """What says which keys a query sees, where several do: a bool each."""
-    return math.prod((sizes["query"], sizes["key"])) if sizes["query"] > 1 else 0
+    """What says which keys a query sees, where several do: a bool each, and the contrary."""
+    return 2 * math.prod((sizes["query"], sizes["key"])) if sizes["query"] > 1 else 0
