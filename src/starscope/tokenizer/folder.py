@@ -55,6 +55,9 @@ def read_folder(folder: Path, config: Mapping[str, Any] | None, generation_confi
     add_bos = typed(settings, "add_bos_token", bool, str(settings_path), TokenizerError)
     configs = {folder / "config.json": config, folder / "generation_config.json": generation_config}
     roles, notes = _read_roles(files, names, contents, configs)
+    if spaces is not None and spaces.unless_there:
+        where = "before the first text alone" if spaces.prefix == "first" else "before a text"
+        notes.append(f"a space is put {where}, where none is; a GGUF file made of this puts one before every text.")
     return Source(
         where=str(folder),
         size=len(contents.pieces),
