@@ -89,7 +89,7 @@ def test_logits_of_any_number_of_layers_are_those_of_one_engine(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layers", RUNGS)
+@pytest.mark.parametrize("layers", [n for n in RUNGS if n != LAYERS + 2])  # there attention is no one call
 def test_where_every_part_is_one_engines_arithmetic_the_bits_are_the_same(family: str, layers: int) -> None:
     graph, weights = model_of(family)
     texts = prompts(graph, [20, 1, 40])
@@ -217,11 +217,11 @@ def test_text_traces_and_edits_are_those_of_one_engine(demo: starscope.Model, ab
             pattern = model.layers[1].self_attn.attention_probabilities.clone()
             model.layers[1].layer_output[:, -1] *= 2
             logits = model.logits.clone()
-        cached = model.run_with_cache(prompt, values=["layers.1.layer_output"])
+        cached = model.run_with_cache(prompt, "layers.1.layer_output")[1]["layers.1.layer_output"]
         edit = starscope.Edit("layer_output", "scale", layers=1, factor=2)
         with model.editing([edit]):
             seen.append((pattern, logits, model.forward(model.tokenizer.encode(prompt)), cached))
-    for found, expected in zip(seen[1][:3], seen[0][:3], strict=True):
+    for found, expected in zip(seen[1], seen[0], strict=True):
         assert ulps(found.numpy(), expected.numpy()) <= 2**13  # keys and values are rounded to float16
 
 

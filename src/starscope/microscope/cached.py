@@ -41,6 +41,7 @@ SCORED: Mapping[str, Callable[[int, int], int]] = {
     "numpy": lambda _read, every: every,
     "native": lambda read, _every: max(read, 1),
     "torch": lambda read, _every: max(read, 1),
+    "split": lambda _read, every: every,
 }
 
 

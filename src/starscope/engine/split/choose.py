@@ -57,6 +57,12 @@ class Placed:
     notes: tuple[str, ...] = ()
     fallback: str | None = None
 
+    @property
+    def told(self) -> list[str]:
+        """All that there is to say, a line each."""
+        own = getattr(self.engine, "notes", ())
+        return [*self.report, *self.notes, *own, *([self.fallback] if self.fallback else [])]
+
 
 def place(
     graph: Graph,

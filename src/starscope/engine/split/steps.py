@@ -91,6 +91,9 @@ class NativeStep:
         self._buffers.fit(self._listed.code, self._rows)
 
     def put(self, edge: int, value: Any) -> None:
+        if edge in self._known:  # embeddings that were given: `run` has them in their array
+            self._out[edge] = as_array(value)
+            return
         view, cols = self._compiled.views[edge]
         self._buffers.write(view, np.ascontiguousarray(as_array(value), np.float32).reshape(-1, cols))
 

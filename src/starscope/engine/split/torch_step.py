@@ -11,7 +11,7 @@ from torch import Tensor
 
 from starscope.engine.base import Array, Batch
 from starscope.engine.gpu.devices import Ways, memory_errors
-from starscope.engine.torch_engine import TorchEngine
+from starscope.engine.torch_engine import Step, TorchEngine
 from starscope.engine.weights import Weights
 from starscope.graph import Graph
 from starscope.placement import HOST, Segment
@@ -56,7 +56,8 @@ class TorchStep:
 
     def __init__(self, engine: TorchEngine, batch: Batch, known: Mapping[int, Array], *, whole: bool) -> None:
         self._engine, self._device = engine, torch.device(engine.device)
-        self._batch, self._step = batch, engine.step(batch)
+        self._batch = batch
+        self._step = engine.step(batch) if batch.caches else Step([], None)  # without caches: nothing attends
         recorder = engine._recorder if whole else None
         self._recorder = recorder if recorder is not None and recorder.fits(batch) else None
         self._known = known
