@@ -1,17 +1,19 @@
 """What the GPU path gives on this machine's GPU, in one run of less than eight minutes.
 
-    python benches/gpu.py [FILE.gguf ...] [--device cuda] [--work DIR] [--seconds 420] [-o REPORT.json]
+    python benches/gpu.py [FILE.gguf ...] [--device cuda] [--work DIR] [--seconds 400] [-o REPORT.json]
 
-Without files, random models of two real shapes are made in DIR: tiny (20 × 768) and 1b (24 × 2048). In this order, each
-part left out, and named, once the time is up:
+Without files, random models of three shapes are made in DIR (`gpu_models.py`). In this order, each part that the time
+or an error left out named in the report:
 
-    kernels    Triton's products with each stored format, against float64
-    parity     logits of every -ngl N against the CPU's torch engine, and with low VRAM
-    memory     bytes that the allocator counts, against the plan; with low VRAM
-    recorded   decoding steps as CUDA graphs, against the same steps as they are
-    speed      decoding and time to the first token, in turns with transformers in float16 where it is installed
+    kernels      Triton's products with each stored format, against float64
+    attention    softmax rows of every length up to two blocks of a kernel, against float64
+    parity       logits of every -ngl N against the CPU's torch engine, and with low VRAM
+    memory       bytes that the allocator counts, against the plan; with low VRAM; and what happens when there is none
+    recorded     decoding steps as CUDA graphs, against the same steps as they are
+    speed        decoding and time to the first token, in turns with transformers in float16 where it is installed
 
-One JSON document on stdout. `--smoke`: the CPU stands for the GPU and the models are small; figures mean nothing.
+A table on stderr and one JSON document on stdout. `--smoke`: the CPU stands for the GPU and the models are small;
+figures mean nothing.
 """
 
 from __future__ import annotations
@@ -19,103 +21,87 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import runpy
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gpu_models
 import numpy as np
 import torch
+from gpu_kernels import attention, distance, kernels
 
 import starscope
-from starscope.convert import convert
 from starscope.engine import Engine
 from starscope.engine.gpu.devices import allocated_bytes, find_device, ways_of
-from starscope.engine.gpu.products import linear
-from starscope.engine.gpu.stored import LAYOUTS, read_stored
+from starscope.engine.split.choose import formats_of
+from starscope.engine.split.engine import SplitEngine
 from starscope.engine.torch_engine import TorchEngine
-from starscope.formats import decode, encode, find_format
-from starscope.quantize import quantize
+from starscope.errors import DoesNotFitError
+from starscope.placement import Device, make_plan
 
-FORMATS = ("q4_0", "q8_0", "q4_k", "f16")
-SMOKE = {"tiny": (2, 256, 4, 256, 300), "1b": (3, 256, 4, 256, 300)}
 PROMPT = 512
-ULP = 2.0**-23
 HALF = 2.0**-10
-"""Of the largest logit: what a key that rounds to its other neighbour in float16 moves."""
-
-
-class Clock:
-    """The time that the run may take."""
-
-    def __init__(self, seconds: float) -> None:
-        self._began, self._seconds = time.perf_counter(), seconds
-
-    @property
-    def is_up(self) -> bool:
-        return time.perf_counter() - self._began > self._seconds
+"""Of the largest logit: what keys that round to their other neighbours in float16 move."""
 
 
 class Bench:
-    """The device, the files and what has been found."""
+    """The device, the models and what has been found."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.smoke, self.clock = bool(args.smoke), Clock(args.seconds)
+        self.smoke, self._ends = bool(args.smoke), time.perf_counter() + args.seconds
+        if self.smoke:
+            torch.set_num_threads(1)
         self.name = "cpu" if self.smoke else str(args.device)
         self.device = find_device(self.name)
+        self.is_cuda = self.device.type == "cuda"
+        self.ways = ways_of(self.device, torch.float32)
         self.work = Path(args.work)
-        self.report: dict[str, Any] = {"device": self.name, "torch": torch.__version__, "left_out": []}
-        if self.device.type == "cuda":
-            self.report["gpu"] = torch.cuda.get_device_name(self.device)
-        self.report["triton"] = ways_of(self.device, torch.float32).triton
-        self.files: dict[str, Path] = {path.stem: path for path in args.files}
+        self.shapes: dict[str, list[Path]] = {path.stem: [path] for path in args.files}
         self.folders: dict[str, Path] = {}
+        self.report: dict[str, Any] = {
+            "device": self.name,
+            "gpu": torch.cuda.get_device_name(self.device) if self.is_cuda else None,
+            "torch": torch.__version__,
+            "triton": self.ways.triton,
+            "seconds": {},
+            "left_out": [],
+        }
 
-    def make_models(self) -> list[Any]:
-        """Random models, each from a folder that transformers reads too."""
-        tools = runpy.run_path(str(Path(__file__).parent / "convert.py"), run_name="convert_bench")
-        if self.smoke:
-            tools["SHAPES"].update(SMOKE)
-        for shape in ("tiny", "1b"):
-            folder = self.work / shape
-            if not folder.is_dir():
-                tools["make_folder"](folder, shape, "float16")
-            self.folders[shape] = folder
-            whole = self.work / f"{shape}-f16.gguf"
-            if not whole.is_file():
-                convert(folder, whole, to="f16")
-            for to in FORMATS:
-                path = self.work / f"{shape}-{to}.gguf"
-                if not path.is_file():
-                    quantize(whole, path, to=to)
-                self.files[path.stem] = path
-        return []
+    @property
+    def is_over(self) -> bool:
+        return time.perf_counter() > self._ends
 
-    def load(self, path: Path, layers: Any = "all", *, engine: str = "auto", low_vram: bool = False) -> Any:
+    def part(self, kind: str, name: str, action: Callable[[], Iterator[dict[str, Any]]]) -> None:
+        """One part: its rows go into the report as they come. An error ends it and not the run: a GPU is dear."""
+        began, said = time.perf_counter(), f"{kind} {name}".strip()
+        try:
+            if self.is_over:
+                raise TimeoutError("the time was up")
+            for row in action():
+                self.report.setdefault(kind, []).append(row)
+                if self.is_over:
+                    raise TimeoutError("the time was up; what is there is there")
+        except Exception as error:
+            self.report["left_out"].append(f"{said}: {type(error).__name__}: {str(error).splitlines()[0]}")
+        self.report["seconds"][said] = round(time.perf_counter() - began, 1)
+        say(f"{said}: {self.report['seconds'][said]} s")
+
+    def make_models(self, shape: str) -> Iterator[dict[str, Any]]:
+        self.folders[shape], files = gpu_models.make_models(self.work, shape, smoke=self.smoke)
+        self.shapes[shape] = list(files.values())
+        yield from ({"file": name, "bytes": path.stat().st_size} for name, path in files.items())
+
+    def load(self, path: Path, layers: Any = "all", **options: Any) -> Any:
         """A model with so many layers on the device; in a smoke test on a CPU that stands for it."""
         if self.smoke:
-            return stand_in(path, layers, low_vram)
-        return starscope.load(path, device=self.name, gpu_layers=layers, engine=engine, low_vram=low_vram)
-
-    def part(self, name: str, into: list[Any], action: Callable[[], list[Any]]) -> None:
-        """One part of the report. An error ends it and not the run: time on a GPU is dear."""
-        if self.clock.is_up:
-            self.report["left_out"].append(f"{name}: the time was up")
-            return
-        began = time.perf_counter()
-        try:
-            into += action()
-        except Exception as error:
-            self.report["left_out"].append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
-        say(f"{name}: {time.perf_counter() - began:.1f} s")
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            return stand_in(path, layers, **options)
+        return starscope.load(path, device=self.name, gpu_layers=layers, **options)
 
     def seconds(self, action: Callable[[], object]) -> float:
         self.synchronize()
@@ -124,95 +110,52 @@ class Bench:
         self.synchronize()
         return time.perf_counter() - began
 
+    def synchronize(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def there(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
 
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def stand_in(path: Path, layers: Any, low_vram: bool) -> Any:
+def stand_in(path: Path, layers: Any, *, engine: str = "torch", **options: Any) -> Any:
     """The placement of a GPU with the CPU in its place."""
-    from starscope.engine.split.choose import formats_of
-    from starscope.engine.split.engine import SplitEngine
-    from starscope.placement import Device, make_plan
-
     model = starscope.load(path, device="cpu", engine="torch")
-    formats = formats_of(model.graph, model.weights)
-    plan = make_plan(model.graph, formats, [Device("cuda")], gpu_layers=layers, low_vram=low_vram)
+    plan = make_plan(
+        model.graph, formats_of(model.graph, model.weights), [Device("cuda")], gpu_layers=layers, **options
+    )
     if plan.is_on_host:
         return model
-    engine = SplitEngine(plan, model.weights, host="torch", stand_ins={"cuda": "cpu"})
-    return type(model)(model.path, model.weights, model.tokenizer, engine)
+    made = SplitEngine(plan, model.weights, host=engine, stand_ins={"cuda": "cpu"})
+    return type(model)(model.path, model.weights, model.tokenizer, made)
 
 
 def ids_of(vocabulary: int, count: int) -> list[int]:
     return np.random.default_rng(0).integers(0, vocabulary, count).tolist()
 
 
-def distance(found: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference, in parts of the largest magnitude."""
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
-
-
-def kernels(bench: Bench) -> list[dict[str, Any]]:
-    """Errors of products, in ulp of float32 of the same product of magnitudes."""
-    from starscope.engine import Weights
-    from starscope.family import Slot
-
-    class Source:
-        """One matrix in memory."""
-
-        def has(self, slot: Slot) -> bool:
-            return True
-
-        def format_name(self, slot: Slot) -> str:
-            return name
-
-        def read_stored(self, slot: Slot, start: int, stop: int, into: Any) -> Any:
-            return raw[start:stop]
-
-    rows, cols = (67, 512) if bench.smoke else (1027, 2048)
-    rng, made = np.random.default_rng(1), []
-    for name in LAYOUTS:
-        fmt = find_format(name)
-        raw = encode(fmt, rng.normal(0, 0.05, (rows, cols)).astype(np.float32))
-        w = decode(fmt, raw).astype(np.float64)
-        weights = Weights([Slot("w", "w", "w", (rows, cols), always_f32=False)], Source())  # type: ignore[arg-type]
-        matrix = read_stored(weights, "w", bench.device, by_triton=ways_of(bench.device, torch.float32).triton)
-        assert (matrix.decode().cpu().numpy() == w).all(), f"{name} does not decode to its bits"
-        for n in (1, 2, 17, 64, 300):
-            x = rng.normal(size=(n, cols)).astype(np.float32)
-            there = torch.from_numpy(x).to(bench.device)
-            found = linear(there, matrix).cpu().numpy()
-            error = np.abs(found - x.astype(np.float64) @ w.T) / (np.abs(x).astype(np.float64) @ np.abs(w).T)
-            timed = statistics.median(bench.seconds(lambda m=matrix, t=there: linear(t, m)) for _ in range(5))  # type: ignore[misc]
-            made.append(
-                {"format": name, "rows": n, "ulp": round(float(error.max() / ULP), 2), "us": round(timed * 1e6)}
-            )
-    return made
-
-
-def parity(bench: Bench, path: Path) -> list[dict[str, Any]]:
-    """Every rung of the ladder against the torch engine on the CPU: prompt, and eight steps behind it."""
+def parity(bench: Bench, path: Path, *, every: bool) -> Iterator[dict[str, Any]]:
+    """Rungs of the ladder against the torch engine on the CPU: a prompt, and eight steps behind it."""
     plain = starscope.load(path, device="cpu", engine="torch")
-    ids = ids_of(plain.vocab_size, 40)
+    ids, layers = ids_of(plain.vocab_size, 40), plain.num_layers
     expected = run(plain.engine, ids)
-    layers, made = plain.num_layers, []
-    rungs = [0, 1, layers // 2, layers, layers + 1, layers + 2, layers + 3]
-    for low_vram in (False, True):
-        for n in dict.fromkeys(rungs if not low_vram else [1, layers + 3]):
+    some = [0, 1, layers, layers + 1, layers + 2, layers + 3]
+    for low_vram, rungs in ((False, range(layers + 4) if every else some), (True, [1, layers, layers + 1])):
+        for n in rungs:
             found = run(bench.load(path, n, engine="torch", low_vram=low_vram).engine, ids)
             apart = distance(found, expected)
-            made.append(
-                {
-                    "file": path.stem,
-                    "gpu_layers": n,
-                    "low_vram": low_vram,
-                    "distance": apart,
-                    "within_a_half": apart <= HALF,
-                    "same_tokens": bool((found.argmax(-1) == expected.argmax(-1)).all()),
-                }
-            )
-    return made
+            yield {
+                "file": path.stem,
+                "gpu_layers": n,
+                "low_vram": low_vram,
+                "distance": apart,
+                "within_a_half": apart <= HALF,
+                "same_tokens": round(float((found.argmax(-1) == expected.argmax(-1)).mean()), 3),
+            }
 
 
 def run(engine: Engine, ids: list[int]) -> np.ndarray:
@@ -222,67 +165,84 @@ def run(engine: Engine, ids: list[int]) -> np.ndarray:
     return np.concatenate([engine.forward([part], [cache], "all")[0] for part in parts])
 
 
-def memory(bench: Bench, path: Path) -> list[dict[str, Any]]:
-    """Weights, keys and values as allocated, and the peak of a step of a whole batch, beside the plan's figures."""
-    made = []
-    for low_vram in (False, True):
-        before = allocated_bytes(bench.device)
-        if before is not None and bench.device.type == "cuda":
+def memory(bench: Bench, path: Path) -> Iterator[dict[str, Any]]:
+    """What is allocated, and the peak while a text fills the context, beside the figures of the plan."""
+    layers = starscope.load(path, device="cpu", engine="numpy").num_layers
+    context = 256 if bench.smoke else 2048  # what is left to the host takes long
+    for n, low_vram, limit in (("all", False, None), (layers // 2, False, context), ("all", True, context)):
+        before = allocated_bytes(bench.device) or 0
+        if bench.is_cuda:
             torch.cuda.reset_peak_memory_stats(bench.device)
-        model = bench.load(path, "all", low_vram=low_vram)
-        plan = getattr(model.engine, "plan", None)
-        cache = model.engine.new_cache()
-        room = min(PROMPT, model.context_length - 2)
-        model.engine.forward([ids_of(model.vocab_size, room)], [cache])
-        row: dict[str, Any] = {"file": path.stem, "low_vram": low_vram}
-        if plan is not None:
-            row["plan"] = plan.bytes[plan.main].as_document()
-            row["caches_on"] = sorted(set(plan.caches.values()))
-        if before is not None:
-            row["allocated"] = (allocated_bytes(bench.device) or 0) - before
-            if bench.device.type == "cuda":
-                row["peak"] = torch.cuda.max_memory_allocated(bench.device) - before
-        if plan is not None and "peak" in row:
-            held = row["plan"]["weights"] + row["plan"]["kv"]
-            row["allocated_of_plan"] = round(row["allocated"] / held, 4)
-            row["peak_of_plan"] = round(row["peak"] / row["plan"]["total"], 4)
-        made.append(row)
+        model = bench.load(path, n, low_vram=low_vram, context_length=limit)
+        plan, cache = model.engine.plan, model.engine.new_cache()
+        while cache.length < plan.context_length:
+            count = min(PROMPT, plan.context_length - cache.length)
+            model.engine.forward([ids_of(model.vocab_size, count)], [cache])
+        found = plan.bytes[plan.main]
+        row = {"file": path.stem, "gpu_layers": n, "low_vram": low_vram, "context": plan.context_length}
+        row |= {f"plan_{name}": size for name, size in found.as_document().items()}
+        row["caches_on"] = " ".join(sorted(set(plan.caches.values())))
+        if (now := allocated_bytes(bench.device)) is not None:
+            row["allocated"] = now - before
+            row["allocated_of_plan"] = round((now - before) / (found.weights + found.kv), 4)
+        if bench.is_cuda:
+            row["peak"] = torch.cuda.max_memory_allocated(bench.device) - before
+            row["peak_of_plan"] = round(row["peak"] / found.total, 4)
+        yield row
         del model, cache
-    return made
 
 
-def recorded(bench: Bench, path: Path) -> dict[str, Any]:
+def no_memory(bench: Bench, path: Path) -> Iterator[dict[str, Any]]:
+    """What is said when the allocator may not have enough, and that the process goes on."""
+    if not bench.is_cuda:
+        return
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info(bench.device)[1]
+    allowed = (torch.cuda.memory_allocated(bench.device) + path.stat().st_size // 2) / total
+    try:
+        torch.cuda.set_per_process_memory_fraction(allowed, bench.device)
+        bench.load(path)
+        said = None
+    except DoesNotFitError as error:
+        said = str(error)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, bench.device)
+    model = bench.load(path)
+    logits = model.engine.forward([ids_of(model.vocab_size, 8)])[0]
+    yield {"file": path.stem, "error": said, "goes_on": bool(np.isfinite(logits).all())}
+
+
+def recorded(bench: Bench, path: Path) -> Iterator[dict[str, Any]]:
     """The same decoding steps with and without recording: the distance of their logits, milliseconds of each."""
-    weights = starscope.load(path, device="cpu", engine="numpy")
-    ways = ways_of(bench.device, torch.float32)
-    if bench.smoke:
-        ways = type(ways)(stored=True, static=True)
-    made: dict[bool, tuple[np.ndarray, float]] = {}
-    for is_recorded in (False, True):
-        chosen = type(ways)(ways.stored, ways.triton, ways.static, is_recorded)
-        engine = TorchEngine(weights.graph, weights.weights, device=bench.name, ways=chosen)
-        cache = engine.new_cache()
-        engine.forward([ids_of(weights.vocab_size, 20)], [cache])
-        logits, times = [], []
-        for i in ids_of(weights.vocab_size, 24):
-            began = time.perf_counter()
-            logits.append(engine.forward([[i]], [cache])[0])
-            times.append(time.perf_counter() - began)
-        made[is_recorded] = np.concatenate(logits), statistics.median(times[4:])
-        del engine, cache
-    apart = distance(made[True][0], made[False][0])
-    return {
+    model = starscope.load(path, device="cpu", engine="numpy")
+    ways = replace(bench.ways, stored=True, static=True)
+
+    def steps(is_recorded: bool) -> tuple[np.ndarray, float, list[str]]:
+        chosen = replace(ways, recorded=is_recorded)
+        engine = TorchEngine(model.graph, model.weights, device=bench.name, ways=chosen)
+        cache, logits = engine.new_cache(), list[np.ndarray]()
+        engine.forward([ids_of(model.vocab_size, 20)], [cache])
+        times = [
+            bench.seconds(lambda i=i: logits.append(engine.forward([[i]], [cache])[0]))  # type: ignore[misc]
+            for i in ids_of(model.vocab_size, 24)
+        ]
+        return np.concatenate(logits), statistics.median(times[4:]), list(engine.notes)
+
+    plain, other = steps(False), steps(True)
+    apart = distance(other[0], plain[0])
+    yield {
         "file": path.stem,
         "distance": apart,
         "within_a_half": apart <= HALF,
-        "plain_ms": round(made[False][1] * 1e3, 3),
-        "recorded_ms": round(made[True][1] * 1e3, 3),
+        "plain_ms": round(plain[1] * 1e3, 3),
+        "recorded_ms": round(other[1] * 1e3, 3),
+        "notes": "; ".join(other[2]),
     }
 
 
 def ours(bench: Bench, path: Path) -> Callable[[int, int], tuple[float, float]]:
     """(prompt, tokens) -> seconds to the first token, tokens per second after it."""
-    model = bench.load(path, "all")
+    model = bench.load(path)
 
     def measure(prompt: int, tokens: int) -> tuple[float, float]:
         ids, cache = ids_of(model.vocab_size, prompt), model.engine.new_cache()
@@ -290,7 +250,7 @@ def ours(bench: Bench, path: Path) -> Callable[[int, int], tuple[float, float]]:
         first = bench.seconds(lambda: logits.extend(model.engine.forward([ids], [cache])))
 
         def go() -> None:
-            last = logits[0]
+            [last] = logits
             for _ in range(tokens):
                 [last] = model.engine.forward([[int(last[-1].argmax())]], [cache])
 
@@ -303,79 +263,90 @@ def theirs(bench: Bench, folder: Path) -> Callable[[int, int], tuple[float, floa
     """The same of transformers."""
     import transformers
 
+    warnings.simplefilter("ignore", FutureWarning)  # `past_key_values` has another name in later versions
     dtype = torch.float32 if bench.smoke else torch.float16
-    cls = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
-    model = cls.from_pretrained(folder, dtype=dtype).to(bench.device).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(bench.device).eval()
 
     def measure(prompt: int, tokens: int) -> tuple[float, float]:
         ids = torch.tensor([ids_of(model.config.vocab_size, prompt)], device=bench.device)
         held: list[Any] = []
 
         @torch.inference_mode()
-        def start() -> None:
-            out = model(ids, use_cache=True, logits_to_keep=1)
-            held[:] = [out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)]
-            held[1].cpu()
+        def step(last: torch.Tensor, past: Any) -> None:
+            out = model(last, past_key_values=past, use_cache=True, logits_to_keep=1)
+            held[:] = [out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values]
+            held[0].cpu()
 
-        @torch.inference_mode()
         def go() -> None:
-            past, last = held
             for _ in range(tokens):
-                out = model(last, past_key_values=past, use_cache=True)
-                past, last = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
-                last.cpu()
+                step(*held)
 
-        return bench.seconds(start), tokens / bench.seconds(go)
+        return bench.seconds(lambda: step(ids, None)), tokens / bench.seconds(go)
 
     return measure
 
 
-def speed(bench: Bench, shape: str) -> list[dict[str, Any]]:
+def speed(bench: Bench, shape: str) -> Iterator[dict[str, Any]]:
     """Medians of rounds in turns: every file of a shape, and transformers."""
     prompt, tokens, rounds = (20, 4, 1) if bench.smoke else (PROMPT, 64, 3)
-    sides = {name: ours(bench, path) for name, path in bench.files.items() if name.startswith(shape)}
+    sides = {path.stem: ours(bench, path) for path in bench.shapes[shape]}
     if shape in bench.folders and importlib.util.find_spec("transformers") is not None:
         sides["transformers"] = theirs(bench, bench.folders[shape])
     else:
-        bench.report["left_out"].append("speed of transformers: it, or a folder, is not there")
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+        bench.report["left_out"].append(f"speed {shape}, transformers: it, or a folder, is not there")
     for name, measure in sides.items():
-        measure(prompt, min(tokens, 8))  # kernels are compiled, steps recorded
-        say(f"{name} is warm")
+        measure(prompt, min(tokens, 8))  # kernels are compiled
+        say(f"  {name} is warm")
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, measure in sides.items():
             found[name].append(measure(prompt, tokens))
-    rows = []
-    for name, each in found.items():
-        first, rate = (statistics.median(one[i] for one in each) for i in (0, 1))
-        rows.append(
-            {"file": name, "shape": shape, "first_token_ms": round(first * 1e3, 2), "decode_tok_s": round(rate, 1)}
-        )
-    peer = next((row for row in rows if row["file"] == "transformers"), None)
-    for row in rows if peer else []:
-        row["decode_ratio"] = round(row["decode_tok_s"] / peer["decode_tok_s"], 2)
-        row["first_token_ratio"] = round(peer["first_token_ms"] / row["first_token_ms"], 2)
-    return rows
+    medians = {name: [statistics.median(one[i] for one in each) for i in (0, 1)] for name, each in found.items()}
+    peer = medians.get("transformers")
+    for name, (first, rate) in medians.items():
+        row = {"shape": shape, "file": name, "first_token_ms": round(first * 1e3, 2), "decode_tok_s": round(rate, 1)}
+        if peer:
+            row |= {"first_token_ratio": round(peer[0] / first, 2), "decode_ratio": round(rate / peer[1], 2)}
+        yield row
 
 
 def measure_all(bench: Bench) -> dict[str, Any]:
     """All parts, in order."""
-    report = bench.report
-    report.update({name: [] for name in ("kernels", "parity", "memory", "recorded", "speed")})
-    if not bench.files:
-        bench.part("models", [], bench.make_models)
-    bench.part("kernels", report["kernels"], lambda: kernels(bench))
-    small = [path for name, path in bench.files.items() if not name.startswith("1b")]
-    large = [path for name, path in bench.files.items() if name.startswith("1b")] or small
-    for path in small:
-        bench.part(f"parity of {path.stem}", report["parity"], lambda p=path: parity(bench, p))
-    for path in large[:2]:
-        bench.part(f"memory of {path.stem}", report["memory"], lambda p=path: memory(bench, p))
-    for path in [*small[:1], *large[:1]]:
-        bench.part(f"recorded steps of {path.stem}", report["recorded"], lambda p=path: [recorded(bench, p)])
-    for shape in bench.folders or bench.files:
-        bench.part(f"speed of {shape}", report["speed"], lambda s=shape: speed(bench, s))
-    return report
+    made = [] if bench.shapes else list(gpu_models.CONFIGS)
+    for shape in made:
+        bench.part("models", shape, lambda s=shape: bench.make_models(s))  # type: ignore[misc]
+    bench.part("kernels", "", lambda: kernels(bench))
+    bench.part("attention", "", lambda: attention(bench))
+    *small, large = list(bench.shapes) or [""]
+    for shape in small or [large]:
+        for number, path in enumerate(bench.shapes.get(shape, [])):
+            bench.part("parity", path.stem, lambda p=path, every=number == 0: parity(bench, p, every=every))  # type: ignore[misc]
+    for path in bench.shapes.get(large, [])[:2]:
+        bench.part("memory", path.stem, lambda p=path: memory(bench, p))  # type: ignore[misc]
+    for path in bench.shapes.get(large, [])[:1]:
+        bench.part("no_memory", path.stem, lambda p=path: no_memory(bench, p))  # type: ignore[misc]
+    for paths in bench.shapes.values():
+        bench.part("recorded", paths[0].stem, lambda p=paths[0]: recorded(bench, p))  # type: ignore[misc]
+    for shape in reversed(bench.shapes):
+        bench.part("speed", shape, lambda s=shape: speed(bench, s))  # type: ignore[misc]
+    return bench.report
+
+
+def table(report: dict[str, Any]) -> list[str]:
+    """The rows of each part in columns."""
+    lines = [f"{report['device']} ({report['gpu'] or 'no GPU'}), torch {report['torch']}, Triton: {report['triton']}"]
+    for kind in ("kernels", "attention", "parity", "memory", "no_memory", "recorded", "speed"):
+        rows = report.get(kind, [])
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        texts = [names, *([short(row.get(name, "")) for name in names] for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+        lines += ["", kind] if rows else []
+        lines += ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in texts if rows]
+    return [*lines, "", *(f"left out: {one}" for one in report["left_out"])]
+
+
+def short(value: Any) -> str:
+    return f"{value:.2e}" if isinstance(value, float) and value and abs(value) < 1e-2 else str(value)
 
 
 def main() -> None:
@@ -385,14 +356,16 @@ def main() -> None:
     parser.add_argument(
         "--work", default=str(Path(tempfile.gettempdir()) / "starscope-gpu"), help="where models are made"
     )
-    parser.add_argument("--seconds", type=float, default=420, help="no part begins after so many")
+    parser.add_argument("--seconds", type=float, default=400, help="nothing begins after so many")
     parser.add_argument("--smoke", action="store_true", help="the CPU stands for the GPU")
     parser.add_argument("-o", "--out", type=Path, help="write the document there too")
     args = parser.parse_args()
     Path(args.work).mkdir(parents=True, exist_ok=True)
-    document = json.dumps(measure_all(Bench(args)), indent=2)
+    report = measure_all(Bench(args))
+    document = json.dumps(report, indent=2)
     if args.out:
         args.out.write_text(document, encoding="utf-8")
+    say("\n".join(table(report)))
     print(document)
 
 
