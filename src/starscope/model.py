@@ -26,7 +26,8 @@ from starscope import infill
 from starscope.batching import generate_batch, of_prompt
 from starscope.cache import Cache
 from starscope.checkpoint import open_checkpoint
-from starscope.engine import Engine, Weights, choose_engine, make_engine
+from starscope.engine import Engine, Weights
+from starscope.engine.split.choose import Placed, Placing, formats_of, place
 from starscope.engine.weights import open_weights
 from starscope.errors import (
     CheckpointError,
@@ -39,7 +40,7 @@ from starscope.errors import (
 from starscope.family import Family, HParams, find_family_of_file, hparams_from_metadata
 from starscope.generate import Completion, Piece, check_limits, generate, last_piece
 from starscope.gguf.reader import GGUFFile, read_gguf
-from starscope.graph import record
+from starscope.graph import Graph, record
 from starscope.hub import fetch_model, find_name
 from starscope.infill import FimOrder, InfillArguments, InfillPrompt
 from starscope.inputs import is_batch, sequences, token_ids
@@ -47,6 +48,7 @@ from starscope.lora import Given, adapt, as_given
 from starscope.mapping import map_checkpoint
 from starscope.microscope import Edit, Root, Scope
 from starscope.microscope.editing import edited
+from starscope.placement import Layers
 from starscope.sampling import SAMPLERS, SamplingArguments, SamplingOptions, check_tokens
 from starscope.tokenizer import Token, Tokenizer
 
@@ -66,10 +68,11 @@ class Model(Root):
         engine: Engine,
         notes: Sequence[str] = (),
         load_s: float = 0.0,
+        placed: Placed | None = None,
     ) -> None:
         self.path, self.weights, self.tokenizer, self.graph = path, weights, tokenizer, engine.graph
         self.family, self.hparams = self.graph.family, self.graph.hp
-        self.notes, self.load_s = list(notes), load_s
+        self.notes, self.load_s, self.placed = list(notes), load_s, placed or Placed(engine)
         self._idle_cache: Cache | None = None
         self.scope = Scope(engine, weights, tokenizer)
 
@@ -79,7 +82,7 @@ class Model(Root):
         UsageError for an edit that the model cannot have.
         """
         engine = edited(self.scope.engine, edits, self.scope)
-        return Model(self.path, self.weights, self.tokenizer, engine, self.notes, self.load_s)
+        return Model(self.path, self.weights, self.tokenizer, engine, self.notes, self.load_s, self.placed)
 
     def __repr__(self) -> str:
         shape = f"{self.family.name}, {self.num_layers} × {self.hidden_size}"
@@ -363,18 +366,29 @@ def load(
     *,
     engine: str = "auto",
     device: str = "auto",
+    gpu_layers: Layers = "auto",
+    low_vram: bool = False,
     context_length: int | None = None,
     threads: int | None = None,
+    kv_offload: bool = True,
+    main_gpu: int | None = None,
+    tensor_split: Sequence[float] | None = None,
     lora: Given | Sequence[Given] = (),
     lora_base: str | Path | None = None,
 ) -> Model:
     """Load a model and get it ready to run.
 
-    `engine` is auto, native, torch or numpy; `device` anything that torch knows, for the torch engine. `context_length`
-    lowers the number of positions, `threads` sets the cores used. `lora` are adapters, PEFT folders or GGUF files, each
-    alone or with a scale: `("style.gguf", 0.5)`; `lora_base` is the same model in higher precision, to whose weights
-    they are added before these are rounded to the model's formats. Raises InputError when there is no such model,
-    GGUFError or CheckpointError for content that does not fit together, UnsupportedError for what it does not do.
+    `engine` is auto, native, torch or numpy; `device` anything that torch knows, several with commas between. With a
+    GPU the model runs there as far as `gpu_layers` says: a number of rungs of llama.cpp's ladder (the last blocks; the
+    norm and the head; values; keys), "all", or "auto": as much as fits. `low_vram` leaves keys, values and the norm
+    with the host, `kv_offload=False` keys and values; `main_gpu` and `tensor_split` divide it over several GPUs. The
+    model's `placed` says what became of it. `context_length` lowers the number of positions, `threads` sets the cores
+    used. `lora` are adapters, PEFT folders or GGUF files, each alone or with a scale: `("style.gguf", 0.5)`;
+    `lora_base` is the same model in higher precision, to whose weights they are added before these are rounded to the
+    model's formats.
+
+    Raises InputError when there is no such model, GGUFError or CheckpointError for content that does not fit together,
+    UnsupportedError for what it does not do or a GPU that is not there, DoesNotFitError for one that is too small.
     """
     began = time.perf_counter()
     path = find_model(model)
@@ -389,11 +403,20 @@ def load(
         raise UsageError("lora_base is for adapters; expected lora beside it.")
     else:
         graph = record(family, hp)
-    if engine == "auto":
-        engine, note = choose_engine(device)
-        notes += [note] if note else []
-    made = make_engine(engine, graph, weights, device=device, context_length=context_length, threads=threads)
-    return Model(path, weights, tokenizer, made, notes, time.perf_counter() - began)
+    placing = Placing(gpu_layers, low_vram, kv_offload, main_gpu, None if tensor_split is None else tuple(tensor_split))
+    placed = place(graph, weights, engine, device, placing, context_length=context_length, threads=threads)
+    notes += placed.told
+    return Model(path, weights, tokenizer, placed.engine, notes, time.perf_counter() - began, placed)
+
+
+def open_graph(model: str | Path, context_length: int | None = None) -> tuple[Path, Graph, Mapping[str, str]]:
+    """A model's path, its recorded forward pass, and how each tensor is stored; no weights are read."""
+    path = find_model(model)
+    family, hp, weights, _, _ = _open_folder(path) if path.is_dir() else _open_file(path)
+    if family.stretch and context_length is not None:
+        hp = family.stretch(hp, context_length)
+    graph = record(family, hp)
+    return path, graph, formats_of(graph, weights)
 
 
 def open_base(model: str | Path, weights: Weights) -> Weights:

@@ -272,7 +272,7 @@ def test_a_completion_script_asks_this_command(shell, cli):
     ("words", "found"),
     [
         ("starscope t", {"tokenize", "trace", "train"}),
-        ("starscope run --te", {"--temperature"}),
+        ("starscope run --tem", {"--temperature"}),
         ("starscope completion z", {"zsh"}),
         ("starscope run --engine nu", {"numpy"}),
     ],

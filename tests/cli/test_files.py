@@ -112,7 +112,7 @@ def test_show_prints_what_another_architectures_file_says(cli, model, tmp_path):
     document = json.loads(cli("show", tmp_path / "other.gguf", "--json").stdout)
     assert (document["family"], document["num_layers"]) == (None, None)
     assert document["metadata"] == {"mamba.block_count": 64, "mamba.rate": 0.5}
-    assert document["problems"] == ["general.architecture is 'mamba'; supported: starcoder."]
+    assert document["problems"] == ["general.architecture is 'mamba'; supported: starcoder, llama."]
     assert document["tokenizer"]["fim"]["prefix"] == 1
     text = cli("show", tmp_path / "other.gguf")
     assert text.exit_code == 0

@@ -31,6 +31,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "tokenize": ("run:tokenize", "Show a text as a model's tokens."),
         "perplexity": ("perplexity:perplexity", "Measure how well a model predicts the text of files."),
         "trace": ("trace:trace", "Print values of the forward pass of a prompt."),
+        "plan": ("plan:plan", "Tell what of a model would go on which device."),
         "bench": ("bench:bench", "Measure how fast a model runs on this machine."),
     },
     "Work on files": {

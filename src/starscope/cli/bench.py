@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from starscope.cli.adapting import LoraArguments, lora_options
-from starscope.cli.common import MODEL, Session, engine_options, everywhere, json_option, load_model
+from starscope.cli.common import MODEL, EngineArguments, Session, engine_options, everywhere, json_option, load_model
 from starscope.cli.units import bytes_text
 from starscope.errors import UsageError
 
@@ -68,10 +68,7 @@ def bench(
     batches: tuple[int, ...],
     repeat: int,
     adapters: LoraArguments,
-    engine: str,
-    device: str,
-    ctx_length: int | None,
-    threads: int | None,
+    where: EngineArguments,
 ) -> None:
     """Measure how fast a model runs on this machine.
 
@@ -87,7 +84,7 @@ def bench(
     from starscope.bench import check_sizes
 
     check_sizes(prompt, steps, depths, batches, repeat)
-    loaded = load_model(session, model, engine, device, ctx_length, threads, **adapters)
+    loaded = load_model(session, model, where, **adapters)
     default = click.core.ParameterSource.DEFAULT
     if ctx.get_parameter_source("prompt") is default:
         prompt = min(prompt, loaded.context_length)

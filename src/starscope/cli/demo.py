@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from starscope import __version__
-from starscope.cli.common import Session, engine_options, everywhere, headline
+from starscope.cli.common import EngineArguments, Session, engine_options, everywhere, headline
 from starscope.cli.units import bytes_text, count_text
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ NEXT = (
 @engine_options
 @everywhere
 @click.pass_context
-def demo(ctx: click.Context, engine: str, device: str, ctx_length: int | None, threads: int | None) -> None:
+def demo(ctx: click.Context, where: EngineArguments) -> None:
     """Complete code with the small model in the package.
 
     Continues the beginning of a function and fills a hole in another, both as they are generated.
@@ -55,7 +55,7 @@ def demo(ctx: click.Context, engine: str, device: str, ctx_length: int | None, t
 
     session: Session = ctx.obj
     session.write(f"starscope {__version__}\n")
-    loaded = load("demo", engine=engine, device=device, context_length=ctx_length, threads=threads)
+    loaded = load("demo", **where)
     session.write(f"{headline(loaded)}\n{describe(loaded)}")
     session.write("\n# It continues a function:\n")
     session.write(PROMPT)

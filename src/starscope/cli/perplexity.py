@@ -11,6 +11,7 @@ from starscope.cli.adapting import LoraArguments, lora_options
 from starscope.cli.common import (
     MODEL,
     PATH,
+    EngineArguments,
     Session,
     engine_options,
     everywhere,
@@ -42,10 +43,7 @@ def perplexity(
     stride: int | None,
     edits: list[Source],
     adapters: LoraArguments,
-    engine: str,
-    device: str,
-    ctx_length: int | None,
-    threads: int | None,
+    where: EngineArguments,
 ) -> None:
     """Measure how well a model predicts the text of files.
 
@@ -58,7 +56,7 @@ def perplexity(
     texts = [utf8(read_file(file), file) for file in files]
     if not any(texts):
         raise InvalidContentError(f"there is no text in {', '.join(files)}; expected at least one byte.")
-    loaded = with_edits(load_model(session, model, engine, device, ctx_length, threads, **adapters), edits)
+    loaded = with_edits(load_model(session, model, where, **adapters), edits)
 
     from starscope.perplexity import measure_texts
 

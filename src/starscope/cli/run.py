@@ -10,12 +10,14 @@ import click
 from starscope.cli.adapting import LoraArguments, lora_options
 from starscope.cli.common import (
     MODEL,
+    EngineArguments,
     Session,
     engine_options,
     everywhere,
     json_option,
     load_model,
     load_tokenizer,
+    placement,
     text_argument,
     text_or_stdin,
 )
@@ -59,10 +61,7 @@ def run(
     logprobs: int,
     edits: list[Source],
     adapters: LoraArguments,
-    engine: str,
-    device: str,
-    ctx_length: int | None,
-    threads: int | None,
+    where: EngineArguments,
 ) -> None:
     r"""Continue a prompt, or fill a hole in it.
 
@@ -90,7 +89,7 @@ def run(
     if after is None:
         check_there_is_a_hole(**hole)
 
-    loaded = with_edits(load_model(session, model, engine, device, ctx_length, threads, **adapters), edits)
+    loaded = with_edits(load_model(session, model, where, **adapters), edits)
     session.detail(f"sampling: {describe(options)}")
     if idle := idle_options(ctx, options):
         session.note(f"note: at temperature 0 these do nothing: {', '.join(idle)}.")
@@ -114,7 +113,7 @@ def run(
         completion = piece.completion
     assert completion is not None, "the last piece has the completion"
     if session.json:
-        session.document(as_document(completion, fills=after is not None))
+        session.document({**as_document(completion, fills=after is not None), **placement(loaded)})
     warn_of_cut(session, completion)
     session.note(summary(completion))
 

@@ -14,6 +14,7 @@ from starscope.cli.adapting import LoraArguments, lora_options
 from starscope.cli.common import (
     MODEL,
     PATH,
+    EngineArguments,
     Session,
     engine_options,
     everywhere,
@@ -57,10 +58,7 @@ def trace(
     force: bool,
     lists: bool,
     adapters: LoraArguments,
-    engine: str,
-    device: str,
-    ctx_length: int | None,
-    threads: int | None,
+    where: EngineArguments,
 ) -> None:
     """Print values of the forward pass of a prompt.
 
@@ -96,7 +94,7 @@ def trace(
         if any(os.path.exists(out) and file.samefile(out) for file in files_of(model)):
             raise UsageError(f"{out} is read for the model; expected another output.")
     chosen = named(Names(read_graph(model)), values)  # a wrong name is told before the weights are read
-    loaded = load_model(session, model, engine, device, ctx_length, threads, **adapters)
+    loaded = load_model(session, model, where, **adapters)
     cache = loaded.keep_values(text, chosen, rows=positions)
     if out is not None:
         size = cache.save(out, chosen, force=force)

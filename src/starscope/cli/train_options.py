@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from starscope.cli.common import PATH
+from starscope.families import USUAL
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -81,21 +82,21 @@ ROWS: tuple[Row, ...] = (
     _row(DATA, "spm_rate", "--spm-rate", **FLOAT, help="Share of that with the suffix first. Default: 0.5."),
     _row(MODEL, "preset", "--preset", metavar="NAME",
          help="Sizes that go together: tiny, demo, nano, text, small. Default: tiny."),
-    _row(MODEL, "family", "--family", metavar="NAME", help="Its architecture. Default: gpt_bigcode."),
+    _row(MODEL, "family", "--family", metavar="NAME", help=f"Its architecture. Default: {USUAL}."),
     _row(MODEL, "start", "--from", type=PATH, metavar="MODEL",
          help="Go on with this model's weights and tokenizer: a GGUF file, a folder, demo."),
     _row(MODEL, "context_length", "-c", "--ctx", "--context-length", **INT, help="Positions."),
     _row(MODEL, "hidden_size", "--embd", "--hidden-size", **INT, help="Width."),
     _row(MODEL, "num_layers", "--layer", "--layers", "--num-layers", **INT, help="Blocks."),
     _row(MODEL, "num_heads", "--head", "--heads", "--num-heads", **INT, help="Query heads."),
-    _row(MODEL, "num_kv_heads", "--kv-heads", "--num-kv-heads", **INT, help="Key and value heads. Default: 1."),
+    _row(MODEL, "num_kv_heads", "--kv-heads", "--num-kv-heads", **INT, help="Key and value heads. Default: the family's."),
     _row(MODEL, "intermediate_size", "--ff", "--intermediate-size", **INT,
-         help="Width of the MLP. Default: 4 × the width."),
+         help="Width of the MLP. Default: the family's."),
     _row(MODEL, "mult", "--mult", **INT, help="Of the MLP: 8/3 of --embd, rounded up to a multiple of N."),
     _row(MODEL, "norm_epsilon", "--norm-epsilon", "--norm-rms-eps", **FLOAT,
          help="What is added under the norms' root."),
     _row(MODEL, "activation", "--activation", metavar="NAME",
-         help="gelu, gelu_pytorch_tanh, ...: one of the family's."),
+         help="gelu, gelu_pytorch_tanh, silu, ...: one of the family's."),
     _row(MODEL, "init", "--init", metavar="KIND", help="Initial weights: scaled or xavier. Default: scaled."),
     _row(LEARNING, "steps", "--steps", **INT, help="Updates in all."),
     _row(LEARNING, "examples", "-n", "--examples", **INT,

@@ -275,11 +275,7 @@ def make_engine(
         raise UsageError(f"engine {name!r} is unknown; expected auto, {', '.join(ENGINES)}.")
     if name != "torch" and device not in ("auto", "cpu"):
         raise UsageError(f"the {name} engine runs on the CPU; device {device!r} needs the torch engine.")
-    limit = graph.hp.context_length
-    if context_length is not None and (not _is_count(context_length) or context_length < 1):
-        raise UsageError(f"the context is {context_length}; expected a number of tokens, 1 to {limit}.")
-    if context_length is not None and context_length > limit:
-        raise ContextOverflowError(f"a context of {context_length} tokens was asked for; this model has 1 to {limit}.")
+    limit = check_context_length(graph, context_length)
     if threads is not None and not (_is_count(threads) and 1 <= threads <= MAX_THREADS):
         raise UsageError(f"threads is {threads}; expected 1 to {MAX_THREADS}.")
     module, cls, needs = ENGINES[name]
@@ -296,6 +292,16 @@ def make_engine(
         threads=threads,
     )
     return engine
+
+
+def check_context_length(graph: Graph, asked: int | None) -> int:
+    """The positions that a model has. UsageError or ContextOverflowError when others are asked for."""
+    limit = int(graph.hp.context_length)
+    if asked is not None and (not _is_count(asked) or asked < 1):
+        raise UsageError(f"the context is {asked}; expected a number of tokens, 1 to {limit}.")
+    if asked is not None and asked > limit:
+        raise ContextOverflowError(f"a context of {asked} tokens was asked for; this model has 1 to {limit}.")
+    return limit
 
 
 def _is_count(value: object) -> bool:

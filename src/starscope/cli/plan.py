@@ -1,0 +1,136 @@
+"""`plan`: what of a model would go where, and the bytes that each device would hold; nothing is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from starscope.cli.common import (
+    MODEL,
+    PLACE_OPTIONS,
+    EngineArguments,
+    Session,
+    check_context,
+    everywhere,
+    json_option,
+)
+from starscope.cli.units import bytes_text
+
+if TYPE_CHECKING:
+    from starscope.placement import Layers, Plan
+
+
+@click.command()
+@click.argument("model", type=MODEL)
+@click.option(
+    "--devices",
+    metavar="NAME:BYTES,...",
+    help="Devices to plan for, there or not: cuda:24GiB, or cuda:0:24GiB,cuda:1:12GiB (default: those that are there).",
+)
+@click.option(
+    "--ctx",
+    "ctx_length",
+    type=int,
+    callback=check_context,
+    metavar="N",
+    help="Positions to use (default: all of the model's).",
+)
+@json_option
+@everywhere
+@click.pass_context
+def plan(
+    ctx: click.Context,
+    model: str,
+    devices: str | None,
+    ctx_length: int | None,
+    gpu_layers: Layers,
+    low_vram: bool,
+    kv_offload: bool,
+    main_gpu: int | None,
+    tensor_split: list[float] | None,
+) -> None:
+    """Tell what of a model would go on which device.
+
+    Nothing is loaded, and devices need not be there. -ngl N counts as llama.cpp's first ladder: the last N blocks; one more is the norm and the output, then the values,
+    then the keys. Bytes are those of the weights as they would be there, of keys and values over the whole context,
+    and of what a step needs besides.
+
+    --json prints {"repeating_layers", "non_repeating", "v_cache", "k_cache", "offloaded", "max_offloadable", "bytes":
+    {"weights", "kv", "scratch", "total"}, "tensors": {NAME: DEVICE}, "devices", "report", "fallback", ...}.
+    """
+    where = EngineArguments(
+        engine="auto",
+        device="auto",
+        context_length=ctx_length,
+        threads=None,
+        gpu_layers=gpu_layers,
+        low_vram=low_vram,
+        kv_offload=kv_offload,
+        main_gpu=main_gpu,
+        tensor_split=tensor_split,
+    )
+    tell_plan(ctx.obj, model, where, devices)
+
+
+for _option in reversed(PLACE_OPTIONS[:-1]):  # --mtest is this verb
+    plan = _option(plan)
+
+
+def tell_plan(session: Session, model: str, where: EngineArguments, devices: str | None = None) -> None:
+    """Print the plan for a model, on named devices or on those that are there."""
+    from starscope.engine.base import check_context_length
+    from starscope.engine.split.choose import Placing, find_devices
+    from starscope.errors import UnsupportedError
+    from starscope.model import open_graph
+    from starscope.placement import make_plan, parse_devices
+
+    named = None if devices is None else parse_devices(devices)
+    _, graph, formats = open_graph(model, where["context_length"])
+    check_context_length(graph, where["context_length"])
+    placing = Placing(where["gpu_layers"], where["low_vram"], where["kv_offload"], where["main_gpu"])
+    found = find_devices(where["device"], placing) if named is None else named
+    if not found and placing.asks_for_a_gpu:
+        raise UnsupportedError(
+            f"{where['gpu_layers']} layers are to be on a GPU and there is none.",
+            hint="Name one to plan for: --devices cuda:24GiB.",
+        )
+    made = make_plan(
+        graph,
+        formats,
+        found,
+        gpu_layers=where["gpu_layers"],
+        context_length=where["context_length"],
+        low_vram=where["low_vram"],
+        kv_offload=where["kv_offload"],
+        main_gpu=where["main_gpu"],
+        tensor_split=where["tensor_split"],
+    )
+    if session.json:
+        session.document(made.as_document())
+        return
+    session.write("".join(f"{line}\n" for line in (*made.report(), *table(made))))
+    if made.shortfall:
+        session.note(made.shortfall)
+    elif not found:
+        session.note(
+            "there is no GPU: everything runs on the host; --devices cuda:24GiB plans for one that is not here."
+        )
+
+
+def table(made: Plan) -> list[str]:
+    """The bytes of each device in columns."""
+    free = {device.name: device.free for device in made.devices}
+    rows: list[tuple[str, ...]] = [("", "weights", "keys, values", "scratch", "total", "free")]
+    for name, one in made.bytes.items():
+        has = free.get(name)
+        counts = (one.weights, one.kv, one.scratch, one.total)
+        rows.append((name, *map(bytes_text, counts), "" if has is None else bytes_text(has)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
