@@ -167,8 +167,8 @@ def run(engine: Engine, ids: list[int]) -> np.ndarray:
 
 def memory(bench: Bench, path: Path) -> Iterator[dict[str, Any]]:
     """What is allocated, and the peak while a text fills the context, beside the figures of the plan."""
-    layers = starscope.load(path, device="cpu", engine="numpy").num_layers
-    context = 256 if bench.smoke else 2048  # what is left to the host takes long
+    plain = starscope.load(path, device="cpu", engine="numpy")
+    layers, context = plain.num_layers, min(plain.context_length, 2048)  # what is left to the host takes long
     for n, low_vram, limit in (("all", False, None), (layers // 2, False, context), ("all", True, context)):
         before = allocated_bytes(bench.device) or 0
         if bench.is_cuda:
