@@ -52,9 +52,9 @@ def plan(
 ) -> None:
     """Tell what of a model would go on which device.
 
-    Nothing is loaded, and devices need not be there. -ngl N counts as llama.cpp's first ladder: the last N blocks; one more is the norm and the output, then the values,
-    then the keys. Bytes are those of the weights as they would be there, of keys and values over the whole context,
-    and of what a step needs besides.
+    Nothing is loaded, and devices need not be there. -ngl N counts as llama.cpp's first ladder: the last N blocks; one
+    more is the norm and the output, then the values, then the keys. Bytes are those of the weights as they would be
+    there, of keys and values over the whole context, and of what a step needs besides.
 
     --json prints {"repeating_layers", "non_repeating", "v_cache", "k_cache", "offloaded", "max_offloadable", "bytes":
     {"weights", "kv", "scratch", "total"}, "tensors": {NAME: DEVICE}, "devices", "report", "fallback", ...}.
