@@ -196,17 +196,18 @@ def no_memory(bench: Bench, path: Path) -> Iterator[dict[str, Any]]:
     """What is said when the allocator may not have enough, and that the process goes on."""
     if not bench.is_cuda:
         return
+    index = torch.cuda.current_device() if bench.device.index is None else bench.device.index
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info(bench.device)[1]
     allowed = (torch.cuda.memory_allocated(bench.device) + path.stat().st_size // 2) / total
     try:
-        torch.cuda.set_per_process_memory_fraction(allowed, bench.device)
+        torch.cuda.set_per_process_memory_fraction(allowed, index)
         bench.load(path)
         said = None
     except DoesNotFitError as error:
         said = str(error)
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, bench.device)
+        torch.cuda.set_per_process_memory_fraction(1.0, index)
     model = bench.load(path)
     logits = model.engine.forward([ids_of(model.vocab_size, 8)])[0]
     yield {"file": path.stem, "error": said, "goes_on": bool(np.isfinite(logits).all())}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -173,35 +173,39 @@ def test_the_second_step_is_captured_and_later_ones_replayed_or_run_where_that_f
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def capture(graph: FakeGraph) -> Iterator[None]:
+    def capture(graph: FakeGraph, *, stream: torch.device, **_: Any) -> Iterator[None]:
+        assert stream == OnCuda.device
         yield
         if fails:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(FakeGraph, "replays", 0)
     engine = make_engine(graph_of(), "Q8_0")
-    cache = engine.new_cache()
-    engine.forward([[1, 2, 3]], [cache])
-    runs: list[int] = []
-    run = engine.run
-    monkeypatch.setattr(engine, "run", lambda *given, **more: (runs.append(1), run(*given, **more)))
-    engine.forward([[4]], [cache])
     assert engine._recorder is not None
-    (one,) = engine._recorder._steps.values()
-    one._positions = OnCuda(one._positions)  # type: ignore[assignment]
-    for i in range(5):
-        engine.forward([[i]], [cache])
-    assert len(runs) == (7 if fails else 2)  # the failed capture runs once more, and so does every step after it
-    assert FakeGraph.replays == (0 if fails else 5)
-    assert len(engine.notes) == fails
+    run, runs = engine.run, list[int]()
+    monkeypatch.setattr(engine, "run", lambda *given, **more: (runs.append(1), run(*given, **more)))
+    caches = [engine.new_cache(), engine.new_cache()]
+    for cache in caches:
+        engine.forward([[1, 2, 3]], [cache])
+        engine.forward([[4]], [cache])
+        *_, one = engine._recorder._steps.values()
+        one._positions = OnCuda(one._positions)  # type: ignore[assignment]
+        runs.clear()
+        for i in range(5):
+            engine.forward([[i]], [cache])
+        assert len(runs) == (6 if fails else 1)  # the failed capture runs once more, and so does every step after it
+    assert FakeGraph.replays == (0 if fails else 10)
+    assert len(engine.notes) == fails  # both sequences failed; it is said once
 
 
 class OnCuda:
     """A tensor on the CPU that says it is on a GPU."""
 
-    device = torch.device("cuda")
+    device = torch.device("cuda:1")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.copy_ = tensor.copy_
@@ -353,6 +357,20 @@ def test_memory_that_runs_out_in_a_step_names_the_value_and_the_engine_goes_on(
     own = plain.new_cache()
     assert ulps(before, plain.forward([[1, 2, 3]], [own])[0]) <= 32
     assert ulps(after, plain.forward([ids], [own])[0]) <= 32
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "MPS backend out of memory (MPS allocated: 8.00 GB, other allocations: 1.00 GB)",
+        "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_whatever_says_that_memory_ran_out_is_understood(said: str) -> None:
+    with pytest.raises(DoesNotFitError, match="on cpu for a test"), memory_errors("cpu", "a test"):
+        raise RuntimeError(said)
 
 
 def test_other_errors_of_torch_stay_what_they_are() -> None:

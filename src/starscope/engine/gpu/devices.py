@@ -127,9 +127,12 @@ def memory_errors(device: str, what: str = "", needed: int | None = None) -> Ite
         raise _does_not_fit(device, asked, error) from None
 
 
+SAYS_SO = ("out of memory", "can't allocate memory", "not enough memory", "STATUS_ALLOC_FAILED")
+"""In errors of drivers, of the CPU's allocators, of libraries of kernels that keep memory of their own."""
+
+
 def _is_of_memory(error: Exception) -> bool:
-    text = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text or "out of memory" in text
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in SAYS_SO)
 
 
 def _does_not_fit(device: str, asked: Asked, error: Exception) -> DoesNotFitError:

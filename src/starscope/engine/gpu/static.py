@@ -143,15 +143,21 @@ class _Recorded:
 
     def _capture(self, start: int, stop: int, keep: Collection[int]) -> None:
         """Record the step and run it; where that fails, run it as it is, and say so."""
-        recording = torch.cuda.CUDAGraph()
+        recording, device = torch.cuda.CUDAGraph(), self._positions.device
         try:
-            with torch.cuda.graph(recording):
+            # The stream that torch would take is one of the first device's; other threads may go on meanwhile.
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            with (
+                torch.cuda.device(device),
+                torch.cuda.graph(recording, stream=stream, capture_error_mode="thread_local"),
+            ):
                 self._outputs = self._run(start, stop, keep)
             recording.replay()
             self._graph = recording
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            self._engine.notes.append(f"decoding steps run without CUDA graphs, which is slower: {reason}")
+            note = f"decoding steps run without CUDA graphs, which is slower: {str(error).splitlines()[0]}"
+            if note not in self._engine.notes:  # every sequence tries again
+                self._engine.notes.append(note)
             self._outputs = self._run(start, stop, keep)
 
     def _run(self, start: int, stop: int, keep: Collection[int]) -> dict[int, Tensor]:
