@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from families.traced import TracedSuite
-from support.llama_checkpoints import Llama, hooked_llama_values, make_llama
+from support.hooked import hooked_values
+from support.llama_checkpoints import Llama, make_llama
 
 
 class TestLlamaTraced(TracedSuite):
@@ -21,4 +22,4 @@ class TestLlamaTraced(TracedSuite):
 
     @staticmethod
     def hooked(oracle: Any, steps: Sequence[Sequence[int]]) -> list[dict[str, torch.Tensor]]:
-        return hooked_llama_values(oracle, steps)
+        return hooked_values(oracle, steps)

@@ -268,17 +268,18 @@ def engine_options(function: F) -> F:
     return cast(F, decorated)
 
 
+CONTEXT_OPTION = click.option(
+    "--ctx",
+    "ctx_length",
+    type=int,
+    callback=check_context,
+    metavar="N",
+    help="Positions to use (default: all of the model's).",
+)
 ENGINE_OPTIONS = (
     click.option("--engine", type=click.Choice(ENGINE_NAMES), default="auto", show_default=True, help="What runs it."),
     click.option("--device", default="auto", show_default=True, help="Where to run: auto, cpu, cuda, cuda:1, ..."),
-    click.option(
-        "--ctx",
-        "ctx_length",
-        type=int,
-        callback=check_context,
-        metavar="N",
-        help="Positions to use (default: all of the model's).",
-    ),
+    CONTEXT_OPTION,
     click.option("-t", "--threads", type=int, callback=check_threads, metavar="N", help="Cores to use (default: all)."),
     click.option(
         "--isa",

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import click
 
 from starscope.cli.common import (
+    CONTEXT_OPTION,
     MODEL,
     PLACE_OPTIONS,
     EngineArguments,
     Session,
-    check_context,
     everywhere,
     json_option,
 )
@@ -28,14 +28,7 @@ if TYPE_CHECKING:
     metavar="NAME:BYTES,...",
     help="Devices to plan for, there or not: cuda:24GiB, or cuda:0:24GiB,cuda:1:12GiB (default: those that are there).",
 )
-@click.option(
-    "--ctx",
-    "ctx_length",
-    type=int,
-    callback=check_context,
-    metavar="N",
-    help="Positions to use (default: all of the model's).",
-)
+@CONTEXT_OPTION
 @json_option
 @everywhere
 @click.pass_context
