@@ -286,7 +286,7 @@ FAMILY = Family(
     },
     check=_check,
     notes=NOTES,
-    usual=lambda given: {"intermediate_size": -(-given["hidden_size"] * 8 // 3) // 32 * 32, "num_kv_heads": given["num_heads"]},
+    usual=lambda given: {"intermediate_size": -(-given["hidden_size"] * 8 // 96) * 32, "num_kv_heads": given["num_heads"]},
     stretch=_stretch,
     config=_config,
     tied_by_default=False,

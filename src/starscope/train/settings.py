@@ -16,6 +16,7 @@ from typing import Any
 
 from starscope.checkpoint.files import read_json
 from starscope.errors import InvalidContentError, UsageError
+from starscope.families import USUAL
 from starscope.train.presets import SIZES, find_preset
 
 FILE = "settings.json"
@@ -36,7 +37,7 @@ class Settings:
     fim_rate: float = 0.5
     spm_rate: float = 0.5
     # The model.
-    family: str = "gpt_bigcode"
+    family: str = USUAL
     start: str = ""  # the model whose weights it starts from
     context_length: int | None = 256  # None: that of the model to start from
     hidden_size: int = 128
