@@ -122,10 +122,12 @@ def is_tensor(value: Any) -> bool:
 def test_no_operation_copies_keys_or_values_for_each_of_their_query_heads(
     kv_heads: int, recorded: bool, new: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads, dim, length = 16, 64, 700  # a row of keys is longer than all queries' scores of it
+    heads, dim, length = 16, 64, 701  # a row of keys is longer than all queries' scores of it
     seen = []
     call = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **b: seen.append(a[1:3]) or call(*a, **b))
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *a, **b: seen.append((*a[1:3], b["attn_mask"])) or call(*a, **b)
+    )
     q = torch.randn(new, heads, dim)
     k, v = (torch.randn(kv_heads, 1000, dim)[:, :length][None] for _ in range(2))
     place = torch.tensor([length - 3]) if recorded else None
@@ -135,9 +137,11 @@ def test_no_operation_copies_keys_or_values_for_each_of_their_query_heads(
     once = kv_heads * length * dim * 4
     assert largest.bytes <= once, largest.op  # expanded: 8 or 16 times that
     assert len(seen) == (new > 1)
-    for given in seen:  # where they are, in the cache
+    for *given, mask in seen:  # where they are, in the cache
         assert [x.untyped_storage().data_ptr() for x in given] == [x.untyped_storage().data_ptr() for x in (k, v)]
         assert all(x.shape[1] > 1 and x.stride(1) == 0 and x.stride(3) == 1 for x in given)
+        assert mask.dtype == q.dtype
+        assert mask.stride(0) % 16 == 0  # CUDA's kernels copy it otherwise
 
 
 def test_what_is_masked_gets_nothing_of_the_mix() -> None:

@@ -249,7 +249,7 @@ def _attend_many(group: Group, attrs: Mapping[str, Any], queries: Tensor, k: Ten
     k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
     reach = window if window is not None and window < length else None  # where it hides anything
     square = group.past == 0 and reach is None
-    mask = None if square else ~unseen(group.past, new, length, reach, k.device)
+    mask = None if square else _mask(q, unseen(group.past, new, length, reach, k.device))
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square, scale=scale)
 
     def alone(i: int) -> Tensor:
@@ -260,6 +260,12 @@ def _attend_many(group: Group, attrs: Mapping[str, Any], queries: Tensor, k: Ten
 
     o = _again(o, alone).reshape(n, heads, new, -1)
     return o.transpose(1, 2).flatten(0, 1)
+
+
+def _mask(q: Tensor, hidden: Tensor) -> Tensor:
+    """What is added to scores: float `[query key]`, its rows so far apart as CUDA's kernels want, who copy it else."""
+    rows, cols = hidden.shape
+    return q.new_zeros(rows, -(-cols // 16) * 16)[:, :cols].masked_fill_(hidden, -math.inf)
 
 
 def unseen(past: int, query: int, key: int, window: int | None, device: torch.device) -> Tensor:
