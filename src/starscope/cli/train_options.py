@@ -89,7 +89,7 @@ ROWS: tuple[Row, ...] = (
     _row(MODEL, "hidden_size", "--embd", "--hidden-size", **INT, help="Width."),
     _row(MODEL, "num_layers", "--layer", "--layers", "--num-layers", **INT, help="Blocks."),
     _row(MODEL, "num_heads", "--head", "--heads", "--num-heads", **INT, help="Query heads."),
-    _row(MODEL, "num_kv_heads", "--kv-heads", "--num-kv-heads", **INT, help="Key and value heads. Default: the family's."),
+    _row(MODEL, "num_kv_heads", "--kv-heads", "--num-kv-heads", **INT, help="Key heads. Default: the family's."),
     _row(MODEL, "intermediate_size", "--ff", "--intermediate-size", **INT,
          help="Width of the MLP. Default: the family's."),
     _row(MODEL, "mult", "--mult", **INT, help="Of the MLP: 8/3 of --embd, rounded up to a multiple of N."),
