@@ -153,6 +153,7 @@ def test_pieces_are_the_text_and_no_longer_than_asked_for(text, limit, places):
 
 WORDS = st.text(st.sampled_from("ab9'ßé日🐍.,_(s\x1c"), min_size=1, max_size=3)
 OTHERS = st.text(st.sampled_from("\r\v\f\x85\xa0"), max_size=1)
+SIMPLE = ("gpt-2", "starcoder")
 GAPS = st.builds("{}{}{}".format, OTHERS, st.sampled_from([" ", "\n", "\t", "\n\n", "\r\n"]), OTHERS)
 
 
@@ -162,7 +163,8 @@ def test_pieces_are_cut_into_the_same_words_as_the_whole(pre_tokenizer, parts, l
     def words(part: str) -> list[str]:
         return [word for word, _ in make_pre_tokenizer(pre_tokenizer).pre_tokenize_str(part)]
 
-    text = "".join(map("".join, parts)).replace("\x1c", "\x1cx")
+    end = "" if pre_tokenizer in SIMPLE else "a"  # others have words of a sign and the blank behind it
+    text = "".join(word + end + gap for word, gap in parts).replace("\x1c", "\x1cx")
     assert [word for piece in cut_pieces([text], limit) for word in words(piece)] == words(text)
 
 

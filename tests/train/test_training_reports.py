@@ -25,7 +25,7 @@ REPORTS = {
         "test_vocabularies.py: test_a_tokenizer_without_an_end_of_text_is_refused",
     ],
     "ggml: a vocabulary of another kind gives garbage or an assertion": [
-        "test_vocabularies.py: test_a_sentencepiece_vocabulary_is_refused_before_anything_is_trained",
+        "test_vocabularies.py: test_a_document_in_pieces_has_the_tokens_of_the_whole_in_a_sentencepiece_vocabulary",
         "test_vocabularies.py: test_what_is_no_tokenizer_is_refused_before_anything_is_trained",
     ],
     "ggml: ids out of range are clamped; nanoGPT: they are an index error inside the loss": [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from starscope.errors import InputError, InvalidContentError, StarscopeError, TokenizerError, UnsupportedError
 from starscope.gguf import read_gguf, string, write_gguf
 from starscope.tokenizer import Tokenizer
+from starscope.tokenizer.vocabulary import FimTokens
+from starscope.train.data import open_tokens, write_tokens
 from starscope.train.vocabularies import (
     BPE,
     SPECIAL_TOKENS,
@@ -22,6 +25,7 @@ from starscope.train.vocabularies import (
     save_vocabulary,
     vocabulary_digest,
 )
+from support.sentencepieces import metadata, small_pieces
 from support.training import DOCUMENTS, VOCAB_SIZE, tiny_bpe
 
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak. 1623 'tis\t"
@@ -133,10 +137,18 @@ def test_what_is_no_tokenizer_is_refused_before_anything_is_trained(tmp_path, na
         open_tokenizer(tmp_path / name)
 
 
-def test_a_sentencepiece_vocabulary_is_refused_before_anything_is_trained(tmp_path):
-    write_gguf(tmp_path / "spm.gguf", {"tokenizer.ggml.model": string("llama")}, [])
-    with pytest.raises(UnsupportedError, match=r"tokenizer\.ggml\.model is 'llama'; supported: 'gpt2'"):
-        open_tokenizer(tmp_path / "spm.gguf")
+def test_a_document_in_pieces_has_the_tokens_of_the_whole_in_a_sentencepiece_vocabulary(tmp_path):
+    """And a space before its beginning alone; what is rearranged would get one before every part."""
+    write_gguf(tmp_path / "spm.gguf", metadata(small_pieces()), [])
+    tokenizer = open_tokenizer(tmp_path / "spm.gguf")
+    texts = ["def in in ab", "ab def"]
+    pieces = [["def", " in", " in ab"], ["ab", " def"]]
+    write_tokens(tmp_path / "a.tokens", pieces, tokenizer, vocab_size=tokenizer.vocab_size, end_of_text=2)
+    found = open_tokens(tmp_path / "a.tokens").ids.tolist()
+    assert found == [*tokenizer.encode(texts[0]), 2, *tokenizer.encode(texts[1]), 2]
+    assert found != [*tokenizer.encode("def"), *tokenizer.encode("in"), *tokenizer.encode(" in ab"), 2]
+    spaced = SimpleNamespace(fim=FimTokens(3, 4, 5, pad=6), spelled=tokenizer.spelled)
+    assert find_fim(spaced, 2) is None  # type: ignore[arg-type]
 
 
 def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path):

@@ -7,7 +7,7 @@ or goes on: a text that goes on gets no space before it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -58,7 +58,7 @@ class Encoder:
             self._check_nothing_is_lost(data, ids)
         return ids
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+    def encode_batch(self, texts: list[str], _begins: Sequence[bool]) -> list[list[int]]:
         """The ids of each text, read plainly, on all cores; errors as for `encode`."""
         data = list(map(as_bytes, texts))
         library = self._library(False, True)

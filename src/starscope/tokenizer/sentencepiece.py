@@ -77,9 +77,9 @@ class ScoreEncoder:
         self._add(text[at:], gets_space, ids)
         return ids
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+    def encode_batch(self, texts: list[str], begins: Sequence[bool]) -> list[list[int]]:
         """The ids of each text, read plainly; errors as for `encode`."""
-        return [self.encode(text, special=False) for text in texts]
+        return [self.encode(text, False, first) for text, first in zip(texts, begins, strict=True)]
 
     def _add(self, text: str, gets_space: bool, ids: list[int]) -> None:
         """The ids of a text without special tokens."""

@@ -10,7 +10,7 @@ Nothing is read of the vocabulary before it is needed, nothing built for encodin
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -116,9 +116,9 @@ class Tokenizer:
             return text
         return f" {text}"
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text, as `encode` gives them one by one; on all cores."""
-        return self._encoder.encode_batch(texts)
+    def encode_batch(self, texts: list[str], begins: Sequence[bool] | None = None) -> list[list[int]]:
+        """The ids of each text, as `encode` gives them one by one; on all cores. `begins` of each: None, all begin."""
+        return self._encoder.encode_batch(texts, begins or [True] * len(texts))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of all tokens' bytes; control tokens are their spelling, invalid UTF-8 is U+FFFD.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,7 +42,7 @@ class Codec(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
+    def encode_batch(self, texts: list[str], begins: Sequence[bool]) -> list[list[int]]: ...
 
     def decode(self, ids: list[int]) -> str: ...
 
@@ -82,13 +82,17 @@ def write_tokens(
     """
     dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
     count = documents = size = 0
+    first = True  # the next piece is the beginning of a document
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with temporary.open("wb") as out:
             out.write(b" " * HEADER_BYTES)
             for batch in _batches(texts):
                 pieces = [piece for piece in batch if piece is not None]
-                encoded = iter(codec.encode_batch(pieces))
+                ends = [first, *(piece is None for piece in batch)]
+                begins = [end for piece, end in zip(batch, ends, strict=False) if piece is not None]
+                first = ends[-1]
+                encoded = iter(codec.encode_batch(pieces, begins))
                 parts = ([end_of_text] if piece is None else next(encoded) for piece in batch)
                 ids = np.concatenate([np.array(part, np.int64) for part in parts])
                 _check_range(ids, vocab_size, "the tokenizer gave")

@@ -44,6 +44,7 @@ PIECE = 1 << 14  # characters
 BOM = codecs.BOM_UTF8
 # The byte-level pre-tokenizers begin a word at white space that follows something else, so that a text cut there is
 # cut into the same tokens.
+SEARCHED = 1 << 12  # characters in which a place after a letter or digit is looked for
 BLANKS = " \t\n\v\f\r\x85\xa0"
 RUN_FILES = frozenset(("settings.json", "log.jsonl"))  # what the folder of a training run has
 
@@ -240,14 +241,22 @@ def cut_pieces(texts: Iterable[str], limit: int) -> Iterator[str]:
 
 
 def _safe_cut(text: str, start: int, stop: int) -> int:
-    """The last safe place in (start, stop] before a blank that has a space, a line feed or a tab in it, or `stop`."""
-    place = stop + 1
+    """The last safe place in (start, stop]: before a blank that has a space, a line feed or a tab in it.
+
+    Behind an ASCII letter or digit no vocabulary has a word across it; some have words of a sign and a blank.
+    Where there is no such place, any before a blank will do, and where there is no blank, `stop`.
+    """
+    other, place = stop, stop + 1
     while (place := max(text.rfind(blank, start, place) for blank in " \n\t")) > start:
         while place > start and text[place - 1].isspace():
             place -= 1
         if place > start and text[place] in BLANKS:
-            return place
-    return stop
+            if text[place - 1].isascii() and text[place - 1].isalnum():
+                return place
+            other = place if other == stop else other
+        if stop - place > SEARCHED and other != stop:
+            break
+    return other
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class BPE:
     def encode(self, text: str) -> list[int]:
         return list(self._inner.encode(text, add_special_tokens=False).ids)
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+    def encode_batch(self, texts: list[str], _begins: Sequence[bool] | None = None) -> list[list[int]]:
         return [list(found.ids) for found in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: list[int]) -> str:
@@ -199,8 +199,10 @@ def find_end_of_text(tokenizer: Tokenizer, where: str) -> int:
 
 
 def find_fim(tokenizer: Tokenizer, end_of_text: int) -> FimIds | None:
-    """The tokens of fill-in-the-middle, when the vocabulary has all of them, padding too."""
+    """The tokens of fill-in-the-middle, when the vocabulary has all of them, padding too, and a part of a text has the
+    tokens that it has alone: no space is put before it.
+    """
     fim = tokenizer.fim
-    if fim is None or fim.pad is None:
+    if fim is None or fim.pad is None or tokenizer.spelled("a") != "a":
         return None
     return FimIds(end_of_text, fim.prefix, fim.middle, fim.suffix, fim.pad)
