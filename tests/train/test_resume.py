@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from starscope.errors import InvalidContentError
-from starscope.train.checkpoints import CURRENT, PREVIOUS, load_checkpoint, read_checkpoint
+from starscope.train.checkpoints import CURRENT, PREVIOUS, State, load_checkpoint, read_checkpoint, save_checkpoint
 from starscope.train.data import Batches
 from starscope.train.loop import Trainer
 from support.runs import make_trainer, read_log, same_bits
@@ -152,6 +152,19 @@ def test_names_in_a_checkpoint_are_the_models_own(tmp_path):
     names = set(read_checkpoint(tmp_path / CURRENT).arrays)
     kinds = ("parameter", "exp_avg", "exp_avg_sq")
     assert names == {f"{kind}:{name}" for kind in kinds for name in trainer.engine.parameters}
+
+
+def test_a_checkpoint_of_an_older_version_with_a_step_for_each_weight_goes_on_with_the_same_bits(tmp_path, whole):
+    part = make_trainer(tmp_path, steps=4, micro_batch_size=2)
+    part.run()
+    state = read_checkpoint(tmp_path / CURRENT)
+    steps = {f"step:{name}": np.array(4, np.float32) for name in part.engine.parameters}
+    facts = {name: fact for name, fact in state.facts.items() if name not in ("progress", "options")}
+    save_checkpoint(tmp_path, State(state.step, {**state.arrays, **steps}, facts))
+    resumed = make_trainer(tmp_path, steps=STEPS, micro_batch_size=2)
+    assert resumed.resume() == ""
+    resumed.run()
+    assert same_bits(resumed.weights(), whole[0].weights())
 
 
 def test_other_data_a_changed_optimizer_or_another_shape_is_refused_on_resume(tmp_path):

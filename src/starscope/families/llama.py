@@ -249,7 +249,8 @@ def _config(hp: HParams) -> Mapping[str, Any]:
     elif hp.rope_scale != 1:
         scaling = {"rope_type": "linear", "factor": hp.rope_scale}
     brand = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"} if hp.sliding_window else {}
-    return {"rope_theta": hp.rope_base, "rope_scaling": scaling, **brand}
+    window = hp.sliding_window or None  # transformers takes 0 for a window of none
+    return {"rope_theta": hp.rope_base, "rope_scaling": scaling, "sliding_window": window, **brand}
 
 
 NOTES = """\

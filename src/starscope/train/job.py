@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from starscope.errors import DoesNotFitError, OutputError, OutputExistsError, UsageError
-from starscope.family import find_family, write_config
+from starscope.family import find_family, make_hparams, write_config
 from starscope.graph import Graph, record
 from starscope.machine import free_memory
 from starscope.recipes import find_recipe
@@ -28,7 +28,7 @@ from starscope.tokenizer import Tokenizer
 from starscope.train.checkpoints import CURRENT, load_checkpoint
 from starscope.train.estimate import MemoryEstimate, estimate
 from starscope.train.export import check_folder, write_folder, write_tokenizer
-from starscope.train.loop import HeldOut, Outcome, Trainer, TrainOptions
+from starscope.train.loop import PARAMETER, HeldOut, Outcome, Trainer, TrainOptions
 from starscope.train.output import write_model
 from starscope.train.precision import choose_precision
 from starscope.train.prepare import DataOptions, Prepared, Progress, prepare
@@ -44,8 +44,6 @@ MODEL, FOLDER, DATA, TOKENIZER = "model.gguf", "hf", "data", "tokenizer"
 PROBE_TOKENS = 64  # that the written model's logits are compared over
 CHECKPOINT_BYTES = 12  # a parameter: itself and two moments of it
 MOST_WARMUP = 100
-PARAMETER = "parameter:"  # how a checkpoint's arrays of weights begin
-EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -95,12 +93,14 @@ class Job:
         start = self._start(resume) if self.settings.start else None
         options = replace(data_options(self.settings, self.out), exclude=(self.out,))  # nothing that the run writes
         self.data = prepare(options, self.out / DATA, self._say, self._progress, resume=resume)
-        rows = self.data.vocab_size if start is None else start.hparams.vocab_size
-        self.data.check_fits(rows)
         family = find_family(self.settings.family)
-        hp = family_sizes(family, self.settings.sizes, rows)
+        if start is None:
+            hp = family_sizes(family, self.settings.sizes, self.data.vocab_size)
+        else:
+            hp = start.hparams  # some of which are no setting
+            self.data.check_fits(hp.vocab_size)
         self.graph = record(family, hp)
-        self.tokenizer = self.data.tokenizer.padded(rows)
+        self.tokenizer = self.data.tokenizer.padded(hp.vocab_size)
         write_config(family, hp), self.tokenizer.to_files()  # what could not be written at the end is refused now
         batches = self.data.batches()
         self.settings = replace(self.settings, steps=steps_of(self.settings, batches.per_epoch))
@@ -134,10 +134,11 @@ class Job:
         A run that is resumed has all of that, and needs the model no more.
         """
         if resume:
-            arrays = load_checkpoint(self.out)[0].arrays
-            weights = {n.removeprefix(PARAMETER): a for n, a in arrays.items() if n.startswith(PARAMETER)}
+            state = load_checkpoint(self.out)[0]
+            kinds = {name: name.partition(":") for name in state.arrays}
+            weights = {name: state.arrays[key] for key, (kind, _, name) in kinds.items() if kind == PARAMETER}
             tokenizer, family = Tokenizer.from_folder(self.out / TOKENIZER), find_family(self.settings.family)
-            hp = family_sizes(family, self.settings.sizes, len(weights[EMBEDDING]))
+            hp = make_hparams(family, {row.name: state.facts["hparams"][row.name] for row in family.hparams})
             return Start(self.out, family, hp, tokenizer, weights, [])
         start = open_start(self.settings.start, self.settings.context_length)
         for note in start.notes:
@@ -191,7 +192,8 @@ def steps_of(settings: Settings, per_epoch: int) -> int:
 def count_parameters(graph: Graph, initial: Mapping[str, Any] | None) -> int:
     """What is trained: every tensor, and a tied one where the model to go on with has it."""
     slots = graph.family.slots(graph.hp)
-    return sum(slot.parameters for slot in slots if slot.tied_to is None or (initial and slot.name in initial))
+    trained = (slot for slot in slots if not slot.made)
+    return sum(slot.parameters for slot in trained if slot.tied_to is None or (initial and slot.name in initial))
 
 
 def disk_bytes(parameters: int) -> int:

@@ -47,6 +47,7 @@ from starscope.train.schedules import Schedule
 from starscope.train.stopping import Convergence, EarlyStop
 
 PROGRESS, CONFIG = "progress", "options"  # in a checkpoint: where the run is; what it was asked for, to be read
+PARAMETER = "parameter"  # how the names of weights begin there
 OPTIMIZERS = ("adamw", "lbfgs")
 
 
@@ -161,6 +162,7 @@ class Trainer:
         if options.recompute or options.optimizer == "lbfgs":
             map_large_blocks()
         self._notes = dict(notes or {})
+        self._still: dict[str, Tensor] = {}  # what is no parameter but is kept: frequencies of positions
         self.batches, self.options, self.folder, self.held_out = batches, options, folder, held_out
         self._pad, self._report = pad, report
         own = {"seed": options.seed, "batch_size": options.batch_size, "hparams": dict(graph.hp)}
@@ -171,7 +173,9 @@ class Trainer:
         }
         if engine is None:
             arrays = initial_weights(graph, options.seed, options.init) if initial is None else initial
-            engine = TorchEngine(graph, Weights(graph.family.slots(graph.hp), ArraySource(arrays)))
+            slots = graph.family.slots(graph.hp)
+            engine = TorchEngine(graph, Weights(slots, ArraySource(arrays)))
+            self._still = {slot.name: engine.parameters.pop(slot.name) for slot in slots if slot.made}
         self.engine = engine
         self.parameters = Parameters(self.engine.parameters)
         self._adamw = AdamW(self.parameters, weight_decay=options.weight_decay, betas=options.betas)
@@ -189,8 +193,9 @@ class Trainer:
         self.forward = Forward(self.engine, recompute=options.recompute, dtype=self.dtype)
 
     def weights(self) -> dict[str, np.ndarray]:
-        """The parameters as they are now, by name."""
-        return {name: p.detach().numpy().copy() for name, p in self.engine.parameters.items()}
+        """The parameters as they are now, and what stands still beside them, by name."""
+        kept = {**self.engine.parameters, **self._still}
+        return {name: p.detach().numpy().copy() for name, p in kept.items()}
 
     def train_step(self, stop: Callable[[], bool] = lambda: False) -> tuple[float, float] | None:
         """One update. Returns the mean loss in nats a token and the gradient's norm before clipping.
@@ -317,7 +322,7 @@ class Trainer:
             f"{kind}:{name}": self.parameters.part(row, name).numpy()
             for name in self.engine.parameters
             for kind, row in rows.items()
-        }
+        } | {f"{PARAMETER}:{name}": weight.numpy() for name, weight in self._still.items()}
         # The data position is step · batch_size + done: a batch is a pure function of the sample number.
         facts = {
             **self._facts,
@@ -351,13 +356,15 @@ class Trainer:
         for kind, row in self._rows().items():
             for name in self.engine.parameters:
                 self.parameters.part(row, name).copy_(torch.from_numpy(state.arrays[f"{kind}:{name}"]))
+        for name, weight in self._still.items():
+            weight.copy_(torch.from_numpy(state.arrays[f"{PARAMETER}:{name}"]))
         self._adamw.set_updates(self.step)
         self._trim_log()
         return note
 
     def _rows(self) -> dict[str, Tensor]:
         """What a checkpoint holds of each weight at this point of the run."""
-        rows = {"parameter": self.parameters.values}
+        rows = {PARAMETER: self.parameters.values}
         if self.step and self.options.optimizer == "adamw":
             rows |= self._adamw.moments
         if self._done:

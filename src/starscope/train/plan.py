@@ -93,9 +93,9 @@ def make_plan(settings: Settings, out: Path | None = None, progress: Progress = 
         settings = start.settle(settings)
     options = replace(data_options(settings, Path()), exclude=() if out is None else (out,))
     data = examine(options if start is None else replace(options, vocab=start.path), progress)
-    rows = data.vocab_size if start is None else start.hparams.vocab_size
     family = find_family(settings.family)
-    graph = record(family, family_sizes(family, settings.sizes, rows))
+    hp = family_sizes(family, settings.sizes, data.vocab_size) if start is None else start.hparams
+    graph = record(family, hp)
     parameters = count_parameters(graph, None if start is None else start.weights)
     settings = replace(settings, steps=steps_of(settings, data.samples), epochs=None)
     epochs = settings.steps * settings.batch_size / max(1, data.samples)
