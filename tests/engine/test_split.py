@@ -16,6 +16,7 @@ from starscope.engine.passes import read_rows
 from starscope.errors import UnsupportedError
 from starscope.family import find_family_for_config, read_config
 from starscope.graph import Graph, record
+from starscope.placement import Device
 from support.ladder import MODELS
 from support.numbers import ulps
 from support.split import Counted, fake_devices, is_fake, plan_for, split_engine
@@ -302,3 +303,22 @@ def wide_model_of(family: str) -> tuple[Graph, Weights]:
 
     slots = graph.family.slots(graph.hp)
     return graph, Weights(slots, ArraySource({slot.name: np.zeros(slot.shape, np.float32) for slot in slots}))
+
+
+def test_a_context_that_the_model_does_not_have_is_refused_wherever_it_runs() -> None:
+    from starscope.engine.split.choose import Placing, place
+    from starscope.errors import ContextOverflowError
+
+    graph, weights = model_of("gpt_bigcode")
+    too_long = graph.hp.context_length + 1
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("starscope.engine.split.choose.find_devices", lambda *_: [Device("cuda", 1 << 34)])
+        with pytest.raises(ContextOverflowError, match=str(too_long)):
+            place(graph, weights, "auto", "auto", Placing(gpu_layers=1), context_length=too_long)
+
+
+def test_what_the_parts_have_to_say_is_the_engines_to_say() -> None:
+    graph, weights = model_of("gpt_bigcode")
+    split = split_engine(graph, weights, 1)
+    next(iter(split.parts.values())).notes = ["one thing", "one thing"]  # type: ignore[attr-defined]
+    assert split.notes.count("one thing") == 1

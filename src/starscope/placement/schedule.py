@@ -172,5 +172,5 @@ def _is_fused(graph: Graph, number: int, own: Collection[int]) -> bool:
 
 
 def mask_bytes(sizes: Mapping[str, int]) -> int:
-    """What says which keys a query sees, where several do: a bool each, and the contrary."""
-    return 2 * math.prod((sizes["query"], sizes["key"])) if sizes["query"] > 1 else 0
+    """What says which keys a query sees, where several do: a bool each, made into a float32."""
+    return 5 * math.prod((sizes["query"], sizes["key"])) if sizes["query"] > 1 else 0

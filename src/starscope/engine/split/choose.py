@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from starscope.engine.base import Engine, choose_engine, make_engine
+from starscope.engine.base import Engine, check_context_length, choose_engine, make_engine
 from starscope.errors import UnsupportedError, UsageError
 from starscope.graph import Graph
 from starscope.placement import HOST, Device, Layers, Plan, check_options, make_plan
@@ -90,6 +90,7 @@ def place(
         return _on_host(
             graph, weights, engine, device if is_plain and placing.gpu_layers != 0 else HOST, placing, options
         )
+    check_context_length(graph, context_length)
     formats = formats_of(graph, weights)
     plan = make_plan(
         graph,

@@ -106,6 +106,11 @@ class SplitEngine:
             part.reserve(self.plan.bytes[place].scratch)
         return part
 
+    @property
+    def notes(self) -> list[str]:
+        """What the parts have to say, each thing once."""
+        return list(dict.fromkeys(note for part in self.parts.values() for note in getattr(part, "notes", ())))
+
     def new_cache(self) -> SplitCache:
         """Each place takes memory for its halves once they are written to."""
         return SplitCache(self.context_length, {place: part.new_cache() for place, part in self.parts.items()})
