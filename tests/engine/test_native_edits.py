@@ -15,7 +15,7 @@ from starscope.engine.edited import forward_edited
 from starscope.engine.native_engine import LISTS_KEPT, ROWS_AT_ONCE, NativeEngine
 from starscope.engine.passes import attention_of
 from starscope.graph import Graph
-from support.native_passes import FORMAT, MULTI_QUERY, after_a_past, assert_same, engines
+from support.native_passes import FORMAT, KIND, after_a_past, assert_same, engines
 from support.stored import make_graph, prompts, stored_weights
 
 
@@ -74,13 +74,11 @@ def edge_sets(graph: Graph) -> st.SearchStrategy[set[int]]:
 
 
 @FORMAT
-@MULTI_QUERY
+@KIND
 @given(data=st.data())
 @settings(max_examples=25)
-def test_edits_in_the_list_have_the_bits_of_those_between_its_parts(
-    name: str, multi_query: bool, data: st.DataObject
-) -> None:
-    engine, _ = engines(name, multi_query)
+def test_edits_in_the_list_have_the_bits_of_those_between_its_parts(name: str, kind: str, data: st.DataObject) -> None:
+    engine, _ = engines(name, kind)
     graph, lengths = engine.graph, data.draw(st.sampled_from([[1], [1, 1], [5, 1, 30], [140]]))
     wishes = {
         e: [wish(data, graph, e) for _ in range(data.draw(st.integers(1, 2)))] for e in data.draw(edge_sets(graph))
@@ -94,11 +92,11 @@ def test_edits_in_the_list_have_the_bits_of_those_between_its_parts(
 
 
 @FORMAT
-@MULTI_QUERY
+@KIND
 @given(data=st.data())
 @settings(max_examples=12)
-def test_edited_logits_do_not_depend_on_how_a_text_is_cut(name: str, multi_query: bool, data: st.DataObject) -> None:
-    engine, _ = engines(name, multi_query)
+def test_edited_logits_do_not_depend_on_how_a_text_is_cut(name: str, kind: str, data: st.DataObject) -> None:
+    engine, _ = engines(name, kind)
     graph, [text] = engine.graph, prompts(engine.graph, [150])
     wishes = {edge: [wish(data, graph, edge)] for edge in data.draw(edge_sets(graph))}
     edits = Edits(graph, wishes, every=data.draw(st.sampled_from([1, 3])))
@@ -123,7 +121,7 @@ def test_a_step_of_several_pieces_is_edited_in_each() -> None:
 
 @FORMAT
 def test_every_value_can_be_edited(name: str) -> None:
-    engine, definition = engines(name, multi_query=False)
+    engine, definition = engines(name, "multi_head")
     graph, texts = engine.graph, prompts(engine.graph, [4, 9])
     plain = engine.forward(texts)
     for op in graph.ops:
@@ -140,7 +138,7 @@ def test_every_value_can_be_edited(name: str) -> None:
 
 
 def test_what_is_set_is_exact_and_what_is_masked_has_no_weight() -> None:
-    engine, _ = engines("Q8_0", multi_query=True)
+    engine, _ = engines("Q8_0", "multi_query")
     graph, [text] = engine.graph, prompts(engine.graph, [140])
     stream, scores = graph.names["layers.0.layer_output"], graph.names["layers.1.self_attn.attention_scores"]
 
@@ -161,7 +159,7 @@ def test_what_is_set_is_exact_and_what_is_masked_has_no_weight() -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_open_attention_meets_no_value_that_it_gives_no_weight(name: str, value: float) -> None:
     """A later token of the same step whose values are not finite does not reach earlier ones."""
-    engine, _ = engines(name, multi_query=True)
+    engine, _ = engines(name, "multi_query")
     graph, [text] = engine.graph, prompts(engine.graph, [140])
     pattern, values = (graph.names[f"layers.1.self_attn.attention_{one}"] for one in ("probabilities", "values"))
 
@@ -194,7 +192,7 @@ def test_open_attention_meets_no_value_that_it_gives_no_weight(name: str, value:
     ],
 )
 def test_edits_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
-    engine, _ = engines("F32", multi_query=True)
+    engine, _ = engines("F32", "multi_query")
     graph, texts = engine.graph, prompts(engine.graph, [4])
     edge = graph.names["layers.0.layer_output"]
     good = EditRows(np.array([1, 3]), 6, 10, 1.0, np.ones((2, 10), np.float32))
@@ -213,7 +211,7 @@ def test_edits_that_do_not_fit_are_refused(change: dict[str, Any], message: str)
 
 
 def test_edits_of_patterns_that_do_not_fit_are_refused() -> None:
-    engine, _ = engines("F32", multi_query=True)
+    engine, _ = engines("F32", "multi_query")
     graph, texts = engine.graph, prompts(engine.graph, [4])
     edge = graph.names["layers.0.self_attn.attention_scores"]
     assert attention_of(graph, edge) is None

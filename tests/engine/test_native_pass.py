@@ -16,9 +16,19 @@ from starscope.engine.native_pass import NativePass
 from starscope.engine.passes import RowReader, attention_of, read_rows
 from starscope.engine.rounding import RoundingEngine
 from starscope.graph import Graph
-from support.native_passes import FORMAT, MULTI_QUERY, STEPS, after_a_past, as_list, assert_close, assert_same, engines
+from support.native_passes import (
+    FORMAT,
+    KIND,
+    STEPS,
+    after_a_past,
+    as_list,
+    assert_close,
+    assert_same,
+    engines,
+    graph_of,
+)
 from support.numbers import TOLERANCE, ulps
-from support.stored import distance, make_graph, prompts, stored_weights
+from support.stored import distance, prompts, stored_weights
 
 module = native.kernels()
 assert module is not None, native.why_missing()
@@ -33,13 +43,13 @@ def changed_value(graph: Graph, edge: int, value: np.ndarray) -> np.ndarray:
 
 
 @FORMAT
-@MULTI_QUERY
+@KIND
 @given(data=st.data())
 @settings(max_examples=15)
 def test_a_pass_has_the_bits_of_forward_wherever_it_stops_and_whatever_is_read(
-    name: str, multi_query: bool, data: st.DataObject
+    name: str, kind: str, data: st.DataObject
 ) -> None:
-    engine, _ = engines(name, multi_query)
+    engine, _ = engines(name, kind)
     graph, lengths, wanted = (
         engine.graph,
         data.draw(st.sampled_from(STEPS)),
@@ -62,10 +72,10 @@ def test_a_pass_has_the_bits_of_forward_wherever_it_stops_and_whatever_is_read(
 
 
 @FORMAT
-@MULTI_QUERY
+@KIND
 @pytest.mark.parametrize("lengths", STEPS, ids=str)
-def test_every_value_is_that_of_its_definition(name: str, multi_query: bool, lengths: list[int]) -> None:
-    engine, definition = engines(name, multi_query)
+def test_every_value_is_that_of_its_definition(name: str, kind: str, lengths: list[int]) -> None:
+    engine, definition = engines(name, kind)
     graph, texts = engine.graph, prompts(engine.graph, lengths)
     one = engine.begin(texts, after_a_past(engine, lengths), "all")
     other = definition.begin(texts, after_a_past(definition, lengths), "all")
@@ -83,7 +93,7 @@ def test_every_value_is_that_of_its_definition(name: str, multi_query: bool, len
 @FORMAT
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 30]], ids=str)
 def test_what_is_written_is_what_the_step_goes_on_with(name: str, lengths: list[int]) -> None:
-    engine, definition = engines(name, multi_query=name == "F32")
+    engine, definition = engines(name, "multi_query" if name == "F32" else "multi_head")
     graph, texts = engine.graph, prompts(engine.graph, lengths)
     logits = graph.names["logits"]
     plain = np.concatenate(engine.forward(texts, after_a_past(engine, lengths), "all"))
@@ -109,13 +119,13 @@ def test_what_is_written_is_what_the_step_goes_on_with(name: str, lengths: list[
 
 
 @FORMAT
-@MULTI_QUERY
+@KIND
 @pytest.mark.parametrize("lengths", STEPS, ids=str)
 @pytest.mark.parametrize("value", ["attention_scores", "attention_probabilities"])
 def test_patterns_written_back_as_they_were_read_change_little(
-    name: str, multi_query: bool, lengths: list[int], value: str
+    name: str, kind: str, lengths: list[int], value: str
 ) -> None:
-    engine, _ = engines(name, multi_query)
+    engine, _ = engines(name, kind)
     graph, texts = engine.graph, prompts(engine.graph, lengths)
     edge, heads = (graph.names[f"layers.0.self_attn.{one}"] for one in (value, "attention_head_outputs"))
     one, other = (engine.begin(texts, after_a_past(engine, lengths), "all") for _ in range(2))
@@ -132,7 +142,7 @@ def test_patterns_written_back_as_they_were_read_change_little(
 
 @FORMAT
 def test_a_mask_is_not_applied_again(name: str) -> None:
-    engine, definition = engines(name, multi_query=True)
+    engine, definition = engines(name, "multi_query")
     graph, texts = engine.graph, prompts(engine.graph, [5, 150])
     scores = graph.names["layers.0.self_attn.attention_scores"]
     pattern = graph.names["layers.0.self_attn.attention_probabilities"]
@@ -155,7 +165,7 @@ def test_a_mask_is_not_applied_again(name: str) -> None:
 
 def test_keys_and_values_written_stay_in_the_cache_and_those_of_an_abandoned_step_do_not() -> None:
     for name in ("F32", "Q8_0"):
-        engine, _ = engines(name, multi_query=True)
+        engine, _ = engines(name, "multi_query")
         graph, [text, more] = engine.graph, prompts(engine.graph, [9, 4])
         keys = graph.names["layers.1.self_attn.attention_keys"]
         fresh, cache = engine.new_cache(), engine.new_cache()
@@ -183,7 +193,7 @@ def test_keys_and_values_written_stay_in_the_cache_and_those_of_an_abandoned_ste
 
 @FORMAT
 def test_kept_values_are_readable_until_the_end(name: str) -> None:
-    engine, _ = engines(name, multi_query=True)
+    engine, _ = engines(name, "multi_query")
     graph, lengths = engine.graph, [5, 1, 30]
     texts = prompts(graph, lengths)
     edges = [edge.index for edge in graph.edges]
@@ -207,7 +217,7 @@ def test_kept_values_are_readable_until_the_end(name: str) -> None:
 
 
 def test_operations_that_are_skipped_do_not_run() -> None:
-    engine, definition = engines("F32", multi_query=False)
+    engine, definition = engines("F32", "multi_head")
     graph, lengths = engine.graph, [5, 1, 30]
     texts = prompts(graph, lengths)
     start, end = graph.names["layers.1.layer_input"], graph.names["layers.1.layer_output"]
@@ -230,7 +240,7 @@ def test_operations_that_are_skipped_do_not_run() -> None:
 
 @FORMAT
 def test_the_tail_of_any_rows_is_that_of_the_step(name: str) -> None:
-    engine, _ = engines(name, multi_query=True)
+    engine, _ = engines(name, "multi_query")
     graph, [text] = engine.graph, prompts(engine.graph, [300])
     last = graph.hp.num_layers - 1
     one = engine.begin([text], None, "all")
@@ -250,7 +260,7 @@ def test_the_tail_of_any_rows_is_that_of_the_step(name: str) -> None:
 
 
 def test_embeddings_may_come_in() -> None:
-    engine, _ = engines("Q8_0", multi_query=True)
+    engine, _ = engines("Q8_0", "multi_query")
     graph, rng = engine.graph, np.random.default_rng(0)
     rows = rng.normal(0, 1, (6, graph.hp.hidden_size)).astype(np.float32)
     [expected] = engine.forward([rows], None, "all")
@@ -262,7 +272,7 @@ def test_embeddings_may_come_in() -> None:
 
 
 def test_two_passes_under_way_do_not_meet() -> None:
-    engine, _ = engines("Q8_0", multi_query=True)
+    engine, _ = engines("Q8_0", "multi_query")
     graph, texts = engine.graph, prompts(engine.graph, [20, 7])
     expected = [engine.forward([text], None, "all")[0] for text in texts]
     passes: list[NativePass] = [engine.begin([text], None, "all") for text in texts]
@@ -276,7 +286,7 @@ def test_two_passes_under_way_do_not_meet() -> None:
 
 
 def test_values_of_another_shape_are_refused() -> None:
-    engine, _ = engines("F32", multi_query=True)
+    engine, _ = engines("F32", "multi_query")
     graph, [text] = engine.graph, prompts(engine.graph, [4])
     one = engine.begin([text])
     one.run(graph.producers[graph.names["layers.0.layer_output"]] + 1)
@@ -291,14 +301,12 @@ def test_values_of_another_shape_are_refused() -> None:
 
 
 @FORMAT
-@MULTI_QUERY
+@KIND
 @pytest.mark.parametrize("value", ["attention_scores", "attention_probabilities"])
 @given(data=st.data())
 @settings(max_examples=8)
-def test_patterns_of_some_queries_are_those_of_all(
-    name: str, multi_query: bool, value: str, data: st.DataObject
-) -> None:
-    engine, _ = engines(name, multi_query)
+def test_patterns_of_some_queries_are_those_of_all(name: str, kind: str, value: str, data: st.DataObject) -> None:
+    engine, _ = engines(name, kind)
     graph, lengths = engine.graph, data.draw(st.sampled_from(STEPS))
     edge = graph.names[f"layers.1.self_attn.{value}"]
     rows = [np.array(data.draw(st.lists(st.integers(0, n - 1), max_size=6)), np.int64) for n in lengths]
@@ -316,11 +324,11 @@ def test_patterns_of_some_queries_are_those_of_all(
 
 @pytest.mark.parametrize("isa", module.isas())
 @pytest.mark.parametrize("name", ["F32", "F16", "Q8_0"])
-@MULTI_QUERY
-def test_every_instruction_set_computes_patterns(isa: str, name: str, multi_query: bool) -> None:
+@KIND
+def test_every_instruction_set_computes_patterns(isa: str, name: str, kind: str) -> None:
     """With heads of an odd size where the format has them, and more queries than are taken together."""
     hidden, heads = (96, 8) if name == "Q8_0" else (4 * 37, 4)
-    graph = make_graph(hidden=hidden, heads=heads, multi_query=multi_query, layers=1, positions=400)
+    graph = graph_of(kind, hidden=hidden, heads=heads, layers=1, positions=400)
     weights = stored_weights(graph, name)
     before = module.isa()
     native.use_isa(isa)
@@ -346,7 +354,7 @@ def test_every_instruction_set_computes_patterns(isa: str, name: str, multi_quer
 
 
 def test_a_thousand_passes_take_no_more_memory_than_a_hundred() -> None:
-    engine, _ = engines("Q8_0", multi_query=True)
+    engine, _ = engines("Q8_0", "multi_query")
     graph, [text] = engine.graph, prompts(engine.graph, [40])
     scores = graph.names["layers.0.self_attn.attention_scores"]
     stream = graph.names["layers.0.layer_output"]

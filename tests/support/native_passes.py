@@ -10,20 +10,30 @@ import pytest
 
 from starscope.engine.native_engine import NativeEngine
 from starscope.engine.rounding import RoundingEngine
+from starscope.graph import Graph
 from support.numbers import TOLERANCE, ulps
-from support.stored import distance, make_graph, prompts, stored_weights
+from support.stored import distance, make_graph, make_llama_graph, prompts, stored_weights
 
 NAMES = ["F32", "F16", "Q8_0", "Q4_K"]
 FORMAT = pytest.mark.parametrize("name", NAMES)
-MULTI_QUERY = pytest.mark.parametrize("multi_query", [True, False], ids=["multi_query", "multi_head"])
+KINDS = ["multi_query", "multi_head", "llama"]
+KIND = pytest.mark.parametrize("kind", KINDS)
 # New tokens of each sequence, all behind a past of their own: decoded, short, longer than a unit and a tile.
 STEPS = [[1], [1, 1, 1], [5, 1, 30], [140]]
 ROUNDED = 0.02  # of float16 and int8: a value on the other side of a border between two roundings
 
 
+def graph_of(kind: str, **sizes: Any) -> Graph:
+    """One of GPT-BigCode's two forms, or a LLaMA with groups of two heads and a window."""
+    if kind == "llama":
+        head_dim = sizes["hidden"] // sizes["heads"] // 2 * 2
+        return make_llama_graph(**sizes, kv_heads=sizes["heads"] // 2, head_dim=head_dim, window=90)
+    return make_graph(**sizes, multi_query=kind == "multi_query")
+
+
 @functools.cache
-def engines(name: str, multi_query: bool) -> tuple[NativeEngine, RoundingEngine]:
-    graph = make_graph(hidden=256, heads=8, inner=512, positions=400, multi_query=multi_query)
+def engines(name: str, kind: str) -> tuple[NativeEngine, RoundingEngine]:
+    graph = graph_of(kind, hidden=256, heads=8, inner=512, positions=400)
     weights = stored_weights(graph, name)
     return NativeEngine(graph, weights, threads=2), RoundingEngine(graph, weights)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from starscope.engine import Weights
-from starscope.families.gpt_bigcode import FAMILY
+from starscope.families import gpt_bigcode, llama
 from starscope.family import Slot, make_hparams
 from starscope.formats import decode, encode, find_format
 from starscope.graph import Graph, record
@@ -41,7 +41,44 @@ def make_graph(
         "activation": activation,
         "vocab_size": vocab,
     }
-    return record(FAMILY, make_hparams(FAMILY, values))
+    return record(gpt_bigcode.FAMILY, make_hparams(gpt_bigcode.FAMILY, values))
+
+
+def make_llama_graph(
+    *,
+    hidden: int = 96,
+    heads: int = 8,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    inner: int = 160,
+    layers: int = 2,
+    vocab: int = 61,
+    positions: int = 160,
+    window: int = 0,
+    bias: bool = False,
+) -> Graph:
+    """A LLaMA graph of these sizes."""
+    values: dict[str, Any] = {
+        "context_length": positions,
+        "hidden_size": hidden,
+        "num_layers": layers,
+        "intermediate_size": inner,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "qk_head_dim": head_dim,
+        "rope_dims": head_dim,
+        "norm_epsilon": 1e-5,
+        "sliding_window": window,
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "mlp_bias": bias,
+        "rope_factors": False,
+        "vocab_size": vocab,
+    }
+    for row in llama.HPARAMS:
+        values.setdefault(row.name, row.default_of(values))
+    return record(llama.FAMILY, make_hparams(llama.FAMILY, values))
 
 
 class StoredSource:
@@ -75,7 +112,7 @@ def stored_weights(
 
     A format that starscope does not write gets random bytes, with scales that keep the values small.
     """
-    rng, slots = np.random.default_rng(seed), FAMILY.slots(graph.hp)
+    rng, slots = np.random.default_rng(seed), graph.family.slots(graph.hp)
     tensors = {}
     for slot in slots:
         if tied and slot.tied_to:

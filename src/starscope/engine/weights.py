@@ -158,7 +158,13 @@ class GGUFSource:
         keep = self._keep.get(slot.gguf)
         if keep is None:
             return self._file.read_rows_into(slot.gguf, start, stop, into)
-        return self._file.read_each_row(slot.gguf, keep[start:stop].tolist(), into)
+        rows = keep[start:stop]
+        first, end = (int(rows.min()), int(rows.max()) + 1) if len(rows) else (0, 0)
+        if end - first <= 2 * len(rows):  # close together: a call for each row would take longer than reading them all
+            size = self._file.tensors[slot.gguf].row_bytes
+            whole = self._file.read_rows_into(slot.gguf, first, end, np.empty((end - first) * size, np.uint8))
+            return np.take(whole, rows - first, axis=0, out=into[: len(rows) * size].reshape(len(rows), size))
+        return self._file.read_each_row(slot.gguf, rows.tolist(), into)
 
 
 def open_weights(file: GGUFFile, family: Family, hp: HParams) -> tuple[HParams, Weights]:

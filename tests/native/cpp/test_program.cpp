@@ -198,6 +198,26 @@ void products_are_the_same_by_every_way(const Set& set) {
     }
 }
 
+// A gate in the epilogue is the activation, the product and the sum one by one, bit for bit; a and b: one row each.
+void gates_are_what_their_steps_give(const Set& set, const std::vector<float>& a, const std::vector<float>& b) {
+    const ComputeKernels& k = *set.compute;
+    const size_t cols = a.size(), panels = panel_count(cols);
+    Exact gates(panels * 64), products(panels * 64), bias(panels * 64), out(cols * 4), expected(cols * 4),
+        act(cols * 4);
+    for (Exact* all : {&gates, &products, &bias}) memset(all->data(), 0, all->size());
+    memcpy(gates.floats(), a.data(), cols * 4);
+    memcpy(products.floats(), b.data(), cols * 4);
+    for (size_t i = 0; i < cols; ++i) bias.floats()[i] = 0.25f * static_cast<float>(i % 5);
+    k.finish(products.floats(), kPanelRows, 1, cols,
+             {bias.floats(), kSilu, gates.floats(), bias.floats(), a.data(), cols}, out.floats(), cols);
+    k.add(a.data(), bias.floats(), act.floats(), cols);
+    k.activate(kSilu, act.floats(), act.floats(), cols);
+    k.add(b.data(), bias.floats(), expected.floats(), cols);
+    k.times(act.floats(), expected.floats(), expected.floats(), cols);
+    k.add(a.data(), expected.floats(), expected.floats(), cols);
+    EXPECT(same(out.floats(), expected.floats(), cols), "%s gate of %zu", set.name, cols);
+}
+
 void small_steps_stay_within_their_arrays(const Set& set) {
     Random random(2);
     const ComputeKernels& k = *set.compute;
@@ -213,10 +233,28 @@ void small_steps_stay_within_their_arrays(const Set& set) {
             k.layer_norm(a.data(), cols, 1e-5f, b.data(), bias, out.floats());
             scalar::compute.layer_norm(a.data(), cols, 1e-5f, b.data(), bias, reference.floats());
             expect_close("norm");
+            k.rms_norm(a.data(), cols, 1e-5f, b.data(), bias, out.floats());
+            scalar::compute.rms_norm(a.data(), cols, 1e-5f, b.data(), bias, reference.floats());
+            expect_close("rms norm");
         }
+        k.times(a.data(), b.data(), out.floats(), cols);
+        for (size_t i = 0; i < cols; ++i) EXPECT(out.floats()[i] == a[i] * b[i], "%s times", set.name);
+        if (cols % 2 == 0) {  // one head: in pairs, into another place and into its own
+            memcpy(out.floats(), a.data(), cols * 4);
+            k.rotate(out.floats(), 1, cols, b.data(), out.floats());
+            for (size_t i = 0; i < cols / 2; ++i) {
+                const float x = a[i], y = a[i + cols / 2], cosine = b[i], sine = b[i + cols / 2];
+                const float first = x * cosine, second = y * sine, third = y * cosine, fourth = x * sine;
+                EXPECT(out.floats()[i] == first - second, "%s rotate %zu", set.name, i);
+                EXPECT(out.floats()[i + cols / 2] == third + fourth, "%s rotate %zu", set.name, i);
+            }
+            k.rotate(a.data(), 1, cols, b.data(), reference.floats());
+            EXPECT(same(out.floats(), reference.floats(), cols), "%s rotate in place", set.name);
+        }
+        gates_are_what_their_steps_give(set, a, b);
         k.add(a.data(), b.data(), out.floats(), cols);
         for (size_t i = 0; i < cols; ++i) EXPECT(out.floats()[i] == a[i] + b[i], "%s add", set.name);
-        for (const Activation activation : {kNoActivation, kGelu, kGeluTanh}) {
+        for (const Activation activation : {kNoActivation, kGelu, kGeluTanh, kSilu}) {
             k.activate(activation, a.data(), out.floats(), cols);
             scalar::compute.activate(activation, a.data(), reference.floats(), cols);
             expect_close("activation");
@@ -276,7 +314,18 @@ struct Model {
             return i;
         };
         emit(kAdd, {0, 0}, {2, 0}, kHidden).b = {0, 0};
-        linear({2, 0}, {4, 0}, qkv, kHidden, true);
+        if (kv_heads == 2) {
+            Instruction& apart = linear({2, 0}, {4, 0}, kHidden, kHidden, true);
+            for (int part = 0; part < 2; ++part) {
+                apart.matrices.push_back(matrix(kv_heads * kDim, kHidden));
+                apart.biases.push_back(part == 0 ? -1 : vector(kv_heads * kDim));
+            }
+            apart.cols = qkv;
+            Instruction& rope = emit(kRope, {4, 0}, {4, 0}, kHidden + kv_heads * kDim);
+            rope.heads = kHeads + kv_heads, rope.dim = kDim, rope.frequencies = vector(kDim / 2);
+        } else {
+            linear({2, 0}, {4, 0}, qkv, kHidden, true);
+        }
         Instruction& attention = emit(kAttention, {4, 0}, {3, 0}, kHidden);
         attention.b = {4, kHidden};
         attention.c = {4, kHidden + kv_heads * kDim};
@@ -286,6 +335,12 @@ struct Model {
         linear({3, 0}, {2, 0}, kHidden, kHidden, false).b = {2, 0};
         Instruction& up = linear({2, 0}, {5, 0}, inner, kHidden, true);
         up.activation = kGelu;
+        if (kv_heads == 2) {  // a gate, rotations, a norm without its mean
+            up.matrices.push_back(matrix(inner, kHidden));
+            up.biases.push_back(-1);
+            up.gated = up.rms = true;
+            up.norm_bias = -1, up.activation = kSilu;
+        }
         linear({5, 0}, {3, 0}, kHidden, inner, false).b = {2, 0};
         Instruction& norm = emit(kNorm, {3, 0}, {2, 0}, kHidden);
         norm.weight = vector(kHidden), norm.epsilon = 1e-5f;
@@ -371,10 +426,12 @@ struct Model {
 void programs_give_the_same_bits_on_all_threads(const Set& set) {
     for (const PanelType& type : kPanelTypes) {
         if (type.block_values > 32) continue;  // rows of 96
-        for (const int kv_heads : {1, Model::kHeads}) {
-            // Once with more columns than are multiplied at a time; once with many key heads, in float32.
+        for (const int kv_heads : {1, 2, Model::kHeads}) {
+            // Once with more columns than are multiplied at a time; once with many key heads, in float32; and with two,
+            // in a block that has gates and rotations.
             const int inner = type.type_id == kQ8_0 ? 2080 : 160;
-            if ((kv_heads > 1) != (type.type_id == kF32)) continue;
+            if ((kv_heads == Model::kHeads) != (type.type_id == kF32)) continue;
+            if (kv_heads == 2 && type.type_id != kQ4_0 && type.type_id != kF16) continue;
             Random random(4);
             std::vector<std::vector<float>> texts;
             for (const size_t length : {41, 140, 3}) texts.push_back(normal(random, length * Model::kHidden));
