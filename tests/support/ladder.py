@@ -1,6 +1,6 @@
 """The table of what `-ngl N` places where, for two models at their real shapes, and how it is written anew.
 
-python tests/support/ladder.py --rewrite       # then read the difference against the rules of the ladder
+cd tests && python -m support.ladder --rewrite       # then read the difference against the rules of the ladder
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def plan_of(model: str, layers: int, *, low_vram: bool, tied: bool = False) -> P
 
 def table() -> str:
     """One line a number of layers, with and without low VRAM."""
-    lines = [f"# Q4_0, context {CONTEXT}; bytes on the GPU. Rewritten by: python tests/support/ladder.py --rewrite"]
+    lines = [f"# Q4_0, context {CONTEXT}; bytes on the GPU. Rewritten by: cd tests && python -m support.ladder --rewrite"]
     head = ("model", "ngl", "low", "blocks", "head", "norm", "v", "k", "offloaded", "weights", "kv", "scratch", "MB")
     rows = [head]
     for model in MODELS:
