@@ -6,9 +6,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from starscope.family import find_family, make_hparams
+from starscope.family import find_family
 from starscope.graph import Graph, record
 from starscope.train.fim import END_OF_TEXT
+from starscope.train.presets import family_sizes
 from starscope.train.vocabularies import BPE
 
 DOCUMENTS = (
@@ -34,18 +35,9 @@ def tiny_ids(repeat: int = 1) -> np.ndarray:
     return np.array([token for text in DOCUMENTS for token in [*bpe.encode(text), end]] * repeat, "<u2")
 
 
-def tiny_graph(**changes: object) -> Graph:
-    values = {
-        "context_length": 32,
-        "hidden_size": 32,
-        "num_layers": 2,
-        "intermediate_size": 64,
-        "num_heads": 4,
-        "num_kv_heads": 1,
-        "norm_epsilon": 1e-5,
-        "activation": "gelu_pytorch_tanh",
-        "vocab_size": VOCAB_SIZE,
-        **changes,
-    }
-    family = find_family("gpt_bigcode")
-    return record(family, make_hparams(family, values))
+def tiny_graph(family: str = "gpt_bigcode", **changes: object) -> Graph:
+    sizes = {"context_length": 32, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "norm_epsilon": 1e-5}
+    usual = {"gpt_bigcode": {"num_kv_heads": 1, "intermediate_size": 64, "activation": "gelu_pytorch_tanh"}}
+    found = find_family(family)
+    values = {**sizes, **usual.get(family, {}), **changes}
+    return record(found, family_sizes(found, values, int(values.pop("vocab_size", VOCAB_SIZE))))

@@ -38,6 +38,9 @@ DEEP = "context_length=256, hidden_size=256, num_layers=8, intermediate_size=102
 LARGE = "context_length=32, hidden_size=256, num_layers=6, intermediate_size=1024, vocab_size=8192"
 WIDE = "context_length=128, hidden_size=128, num_layers=4, intermediate_size=512, vocab_size=32000, num_kv_heads=4"
 
+LLAMA = f"family='llama', num_kv_heads=2, activation='silu', {DEEP.replace('256', '128', 1)}"
+LLAMA_LONG = f"family='llama', num_kv_heads=2, activation='silu', {DEEP}"
+
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "options"),
@@ -46,9 +49,12 @@ WIDE = "context_length=128, hidden_size=128, num_layers=4, intermediate_size=512
         (DEEP, "bfloat16", ""),
         (DEEP, "float32", "recompute=True"),
         (WIDE, "float32", ""),
+        (LLAMA, "float32", ""),
+        (LLAMA, "bfloat16", "recompute=True"),
+        (LLAMA_LONG, "bfloat16", ""),
         (LARGE, "float32", "optimizer='lbfgs', lbfgs_iterations=8"),
     ],
-    ids=["deep", "bfloat16", "recompute", "wide", "lbfgs"],
+    ids=["deep", "bfloat16", "recompute", "wide", "llama", "llama recompute", "llama long", "lbfgs"],
 )
 def test_the_peak_is_within_15_percent_of_what_was_said(shape, dtype, options):
     tests = str(Path(__file__).parent.parent)

@@ -24,7 +24,8 @@ from starscope.train.lbfgs import HISTORY
 from starscope.train.loop import TrainOptions
 
 FLOAT = 4  # bytes
-LIBRARIES = 95_000_000  # bytes that torch's optimizer, autograd and kernels take when they are first used
+LIBRARIES = 80_000_000  # bytes that torch's optimizer, autograd and kernels take when they are first used
+COMPILER = 85_000_000  # more, where it looks for torch's compiler: so does recomputation
 PROBE_STEPS = 3
 
 
@@ -47,7 +48,7 @@ def estimate(graph: Graph, options: TrainOptions, dtype: torch.dtype = torch.flo
     held = {"adamw": 2, "lbfgs": 2 * HISTORY + 8}[options.optimizer]
     return MemoryEstimate(
         {
-            "process": resident_bytes() + LIBRARIES,
+            "process": resident_bytes() + LIBRARIES + (COMPILER if options.recompute else 0),
             "parameters": parameters,
             "gradients": parameters,
             "optimizer": held * parameters,
@@ -83,6 +84,9 @@ def _activations(graph: Graph, rows: int, options: TrainOptions, dtype: torch.dt
     each = {op.index: _kept(graph, op, rows, dtype) for op in graph.ops}
     blocks = [sum(each[i] for i in range(s.start, s.stop)) for s in segments(graph) if s.is_block]
     outside = sum(each.values()) - sum(blocks)
+    if dtype == torch.bfloat16:  # copies of the linear layers' weights
+        names = {name for op in graph.ops if op.kind == "linear" for name in op.weights}
+        outside += 2 * sum(math.prod(graph.weights[name]) for name in names)
     if not options.recompute or not blocks:
         return outside + sum(blocks)
     inputs: int = FLOAT * rows * graph.hp.hidden_size
@@ -101,16 +105,28 @@ def _kept(graph: Graph, op: Op, rows: int, dtype: torch.dtype) -> int:
 
     if op.kind == "layer_norm":  # its input and its output, which a linear layer reads
         return FLOAT * size(op.inputs[0]) + (FLOAT + 2 * low) * size(op.outputs[0])
+    if op.kind == "rms_norm":  # its input, that divided by the root, and its output: once for each layer in bfloat16
+        readers = len(graph.consumers[op.outputs[0]])
+        return FLOAT * size(op.inputs[0]) + (FLOAT + (2 * readers if low else FLOAT)) * size(op.outputs[0])
     if op.kind == "linear" and op.outputs[0] != graph.names["logits"]:
-        weight = math.prod(graph.weights[op.weights[0]])
-        is_sum = all(graph.ops[i].kind == "add" for i in graph.consumers[op.outputs[0]])  # which keeps nothing
-        return (0 if is_sum else narrow * size(op.outputs[0])) + low * narrow * weight
-    if op.kind in ("gelu", "gelu_tanh", "mix", "cache"):  # results that the next one reads
+        readers_keep = any(_keeps_input(graph.ops[i]) for i in graph.consumers[op.outputs[0]])
+        return narrow * size(op.outputs[0]) if readers_keep else 0
+    if op.kind in ("gelu", "gelu_tanh", "silu", "multiply", "mix", "cache"):  # results that the next one reads
         return narrow * size(op.outputs[0])
+    if op.kind == "rope":  # a cosine and a sine for each row and each pair of dimensions
+        return narrow * rows * int(graph.hp.head_dim)
     if op.kind == "scores":  # queries, scaled and in order; probabilities where attention is plain
         plain = graph.hp.context_length <= SHORT
-        return narrow * (size(op.inputs[0]) + (2 * size(op.outputs[0]) if plain else 0))
+        copies = (
+            0 if plain or graph.hp.num_kv_heads in (1, graph.hp.num_heads) else 2
+        )  # of keys and values: a head each
+        return narrow * ((1 + copies) * size(op.inputs[0]) + (2 * size(op.outputs[0]) if plain else 0))
     return 0
+
+
+def _keeps_input(op: Op) -> bool:
+    """Whether the operation, or what looks at a part of its input, needs the input for its gradient."""
+    return not (op.kind == "add" or (op.kind == "split_heads" and len(op.outputs) == 1))
 
 
 def _logits(graph: Graph, rows: int) -> int:
