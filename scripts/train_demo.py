@@ -1,5 +1,6 @@
 """Train the demo model on this Python's standard library and write it to src/starscope/demo/.
 
+    python scripts/train_demo.py --recipe                   # the model in the package; the same again goes on with it
     python scripts/train_demo.py --steps 2000               # from scratch, keeping its work in --work
     python scripts/train_demo.py --steps 4000 --resume      # longer, from the last checkpoint
     python scripts/train_demo.py --minutes 30
@@ -19,8 +20,8 @@ import re
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from starscope.family import find_family, hparams_from_metadata, make_hparams
 from starscope.gguf import read_gguf
 from starscope.graph import Graph, record
 from starscope.tokenizer import Tokenizer
+from starscope.train.checkpoints import CURRENT, PREVIOUS, load_checkpoint
 from starscope.train.data import Batches, TokenFile, open_tokens, write_tokens
 from starscope.train.documents import Document, find_documents
 from starscope.train.fim import END_OF_TEXT, FillInTheMiddle, FimIds
@@ -67,6 +69,28 @@ TESTS = re.compile(r"(^|/)(test|tests|idle_test)(/|$)|(^|/)test_")
 # Where a test module is cut into documents of its own: the blank lines before a function, a method or a class.
 PIECE = re.compile(r"\n+(?=\n(?:    )?(?:@|def |class |async def ))")
 SHORT_LINES = (2, 9)  # of a document when they are short
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the recipe: train until `steps` are made, on a schedule of `decay_steps`, with a share of `tests`."""
+
+    steps: int
+    decay_steps: int
+    tests: float = TEST_SHARE
+    short: bool = False
+    batch_size: int = 8
+    learning_rate: float = 1.5e-3
+
+
+# What the model in the package was made by. The second schedule took the place of the first when a third of it was
+# done; short documents come last, so that the last steps are on middles of an editor's kind.
+RECIPE = (
+    Stage(500, 7000),
+    Stage(1320, 7000),
+    Stage(2915, 4300),
+    Stage(4800, 4800, tests=1.0, short=True),
+)
 
 
 @dataclass(frozen=True)
@@ -246,8 +270,30 @@ def write_demo(trainer: Trainer, graph: Graph, data: Data, work: Path) -> None:
     say({"bytes": size, "parameters": parameters, "bits_per_byte": round(measured, 4)})
 
 
+def stages_left(step: int, recipe: Sequence[Stage] = RECIPE) -> list[Stage]:
+    """The stages that are not finished after so many steps: the first of them is under way."""
+    return [stage for stage in recipe if step < stage.steps]
+
+
+def is_recipe(log: list[dict[str, Any]], recipe: Sequence[Stage] = RECIPE) -> bool:
+    """Whether each step that the log has was made as the recipe says, whatever interrupted it."""
+    stage, step = None, 0
+    for line in log:
+        step, run = line["step"], line.get("run")
+        if run is not None:
+            stage = next(iter(stages_left(step, recipe)), None)
+            made = {"tests": TEST_SHARE, "short": False, **run}
+            if stage is None or any(made[name] != value for name, value in asdict(stage).items() if name != "steps"):
+                return False
+        if stage is None or step > stage.steps:
+            return False
+    return step == recipe[-1].steps
+
+
 def commands(log: list[dict[str, Any]]) -> str:
     """The commands that made the model, from the lines that the log has where a run began."""
+    if is_recipe(log):
+        return "python scripts/train_demo.py --recipe"
     runs = [line for line in log if "run" in line]
     ends = [*(line["step"] for line in runs[1:]), runs[-1]["run"]["steps"]]
     return "\n".join(
@@ -360,11 +406,29 @@ def parse() -> argparse.Namespace:
     )
     add("--short", action="store_true", help="cut the tests into documents of a few lines")
     add("--resume", action="store_true", help="go on from the last checkpoint in --work")
+    add("--recipe", action="store_true", help="all stages of the model in the package, from where --work is in them")
     return parser.parse_args()
 
 
-def main() -> int:
-    args = parse()
+def saved_step(work: Path) -> int:
+    """The step of the newest whole checkpoint; 0 where there is none."""
+    if not any((work / name).exists() for name in (CURRENT, PREVIOUS)):
+        return 0
+    return load_checkpoint(work)[0].step
+
+
+def follow_recipe(args: argparse.Namespace, recipe: Sequence[Stage] = RECIPE) -> int:
+    """Every stage that is left in --work, one after another."""
+    left = stages_left(saved_step(args.work), recipe) or [recipe[-1]]  # a finished one writes the model again
+    for stage in left:
+        given = {**vars(args), **asdict(stage), "minutes": None, "resume": saved_step(args.work) > 0}
+        if status := train(argparse.Namespace(**given), is_last=stage is recipe[-1]):
+            return status
+    return 0
+
+
+def train(args: argparse.Namespace, *, is_last: bool = True) -> int:
+    """One run, and the files of the model when it is the last one. Returns the exit status."""
     data = prepare(args.work, args.tests, short=args.short)
     for what, file in (("training", data.train), ("held out", data.held_out)):
         say(f"{what}: {file.documents} files, {file.bytes} bytes, {len(file.ids)} tokens")
@@ -382,8 +446,14 @@ def main() -> int:
     if outcome.signal is not None:
         say(f"stopped after step {outcome.step}; --resume goes on from there")
         return 128 + outcome.signal
-    write_demo(trainer, graph, data, args.work)
+    if is_last:
+        write_demo(trainer, graph, data, args.work)
     return 0
+
+
+def main() -> int:
+    args = parse()
+    return follow_recipe(args) if args.recipe else train(args)
 
 
 if __name__ == "__main__":
