@@ -6,7 +6,6 @@ tests that belong to no other suite stand below.
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +20,8 @@ from starscope.convert import convert
 from starscope.gguf.reader import read_gguf
 from support.checkpoints import edit_config, make_checkpoint, store_as_torch
 from support.numbers import TOLERANCE, ulps
+from support.reports import assert_tests_are_there
 
-TESTS = Path(__file__).parent
 HERE = Path(__file__).name
 
 # project: what was reported -> file: test
@@ -134,10 +133,7 @@ REPORTS = {
 
 @pytest.mark.parametrize("report", REPORTS)
 def test_every_report_has_tests_that_are_there(report: str) -> None:
-    for place in REPORTS[report]:
-        file, _, name = place.partition(": ")
-        nodes = ast.walk(ast.parse((TESTS / file).read_text(encoding="utf-8")))
-        assert name in {node.name for node in nodes if isinstance(node, ast.FunctionDef)}, f"{file} has no {name}"
+    assert_tests_are_there(REPORTS[report])
 
 
 @pytest.mark.parametrize(("multi_query", "heads"), [(True, 1), (False, 4)])

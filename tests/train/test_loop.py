@@ -238,3 +238,26 @@ def test_training_on_the_cpu_asks_nothing_of_cuda(tmp_path, monkeypatch):
 def test_batches_depend_on_the_sample_alone_not_on_micro_batches(tmp_path):
     one, four = (make_trainer(tmp_path / str(size), micro_batch_size=size) for size in (8, 2))
     assert (one.batches.batch(16, 8) == np.concatenate([four.batches.batch(16 + i, 2) for i in (0, 2, 4, 6)])).all()
+
+
+def test_tokens_a_second_are_of_the_time_of_the_steps_alone(tmp_path, monkeypatch):
+    """Not of evaluations and checkpoints, and not of the time of day."""
+    now = [1e6]
+    monkeypatch.setattr("starscope.train.loop.time.perf_counter", lambda: now[0])
+    trainer = make_trainer(tmp_path, steps=4, evaluate_every=2, save_every=1, log_every=1)
+
+    def step(_stop: Callable[[], bool]) -> tuple[float, float]:
+        now[0] += 0.5
+        trainer.step += 1
+        return 1.0, 1.0
+
+    def evaluate() -> float:
+        now[0] += 100
+        return 2.0
+
+    def save() -> None:
+        now[0] += 30
+
+    trainer.train_step, trainer.evaluate, trainer.save = step, evaluate, save  # type: ignore[method-assign]
+    trainer.run()
+    assert read_log(tmp_path, "tokens_per_second") == [8 * 32 / 0.5] * 4

@@ -137,7 +137,7 @@ def test_what_is_no_tokenizer_is_refused_before_anything_is_trained(tmp_path, na
         open_tokenizer(tmp_path / name)
 
 
-def test_a_document_in_pieces_has_the_tokens_of_the_whole_in_a_sentencepiece_vocabulary(tmp_path):
+def test_sentencepieces_of_a_document_in_parts_are_those_of_the_whole(tmp_path):
     """And a space before its beginning alone; what is rearranged would get one before every part."""
     write_gguf(tmp_path / "spm.gguf", metadata(small_pieces()), [])
     tokenizer = open_tokenizer(tmp_path / "spm.gguf")

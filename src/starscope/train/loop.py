@@ -299,14 +299,14 @@ class Trainer:
                         "tokens_per_second": round(tokens / seconds),
                     })  # fmt: skip
                     self._losses, started, timed = [], time.perf_counter(), 0
+                paused = time.perf_counter()
                 if self.step % options.evaluate_every == 0 or is_last:
-                    paused = time.perf_counter()
                     measured = self.evaluate()
                     if measured is not None:
                         self._log({"step": self.step, "bits_per_byte": round(measured, 5)})
-                    started += time.perf_counter() - paused
                 if self.step % options.save_every == 0 and not is_last:
                     self.save()
+                started += time.perf_counter() - paused
             self.save()
         if converged:
             self._log({"step": self.step, "converged": converged})
