@@ -347,3 +347,19 @@ def test_a_dry_run_ends_as_the_run_would_and_counts_nothing_of_an_earlier_one(cl
     planned = cli("train", corpus, "--dry-run", *SIZES, *short)
     real = cli("train", corpus, "--out", tmp_path / "x", *SIZES, *short)
     assert planned.exit_code == real.exit_code == 4
+
+
+def test_the_command_and_its_dry_run_say_whether_it_compiles(cli, tmp_path):
+    from starscope.train.compiling import ON_A_CPU as why
+
+    text = tmp_path / "text.py"
+    text.write_text("def f(x):\n    return x + 1\n" * 100)
+    small = ("--ctx", 16, "--embd", 16, "--head", 2, "--layer", 1, "--vocab-size", 280, "--batch", 2, "--steps", 1)
+    planned = cli("train", text, "--dry-run", *small)
+    assert f"compiling    {why}\n" in planned.stdout
+    assert json.loads(cli("train", text, "--dry-run", "--json", "--compile", "off", *small).stdout)["compiled"] == (
+        "not compiled: as asked"
+    )
+    done = cli("train", text, "--out", tmp_path / "out", *small, "--sample-tokens", 0)
+    assert done.exit_code == 0, done.stderr
+    assert why in done.stderr

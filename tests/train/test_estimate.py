@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from starscope.train.estimate import estimate, resident_bytes, step_seconds
+from starscope.train.estimate import estimate, resident_bytes
 from starscope.train.loop import TrainOptions
 from support.runs import SCHEDULE
 from support.training import tiny_graph
@@ -75,11 +75,3 @@ def test_each_choice_that_saves_memory_lowers_the_estimate():
     assert parts(dtype=torch.bfloat16)["activations"] < whole["activations"]
     assert parts(optimizer="lbfgs")["optimizer"] > whole["optimizer"]
     assert resident_bytes() > 10_000_000
-
-
-def test_step_seconds_are_the_least_after_a_first_one(monkeypatch):
-    times = iter([10.0, 15.0, 20.0, 22.0, 30.0, 39.0])
-    monkeypatch.setattr("starscope.train.estimate.time.perf_counter", lambda: next(times))
-    steps: list[int] = []
-    assert step_seconds(lambda: steps.append(0)) == 2.0
-    assert len(steps) == 4

@@ -58,6 +58,7 @@ def rows(plan: Plan) -> dict[str, str]:
         + ", ".join(f"{name} {bytes_text(size)}" for name, size in plan.memory.parts.items()),
         "disk": bytes_text(plan.disk_bytes),
         "time": "not tried" if plan.seconds is None else f"{clock(plan.seconds)}, in {plan.precision}, and evaluations",
+        "compiling": plan.compiled,
     }
 
 

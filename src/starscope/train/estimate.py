@@ -1,4 +1,4 @@
-"""What a run will need before it is begun: memory by part, and seconds a step from a few real ones.
+"""What memory a run will need, by part, before it is begun.
 
 The memory that a step holds follows from the graph: the values that each operation's gradient needs, for one
 micro-batch. Parameters, gradients and the optimizer's numbers are float32 each.
@@ -10,8 +10,6 @@ micro-batch. Parameters, gradients and the optimizer's numbers are float32 each.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +24,6 @@ from starscope.train.loop import TrainOptions
 FLOAT = 4  # bytes
 LIBRARIES = 80_000_000  # bytes that torch's optimizer, autograd and kernels take when they are first used
 COMPILER = 85_000_000  # more, where it looks for torch's compiler: so does recomputation
-PROBE_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -66,17 +63,6 @@ def resident_bytes() -> int:
         return 0
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")]
     return found[0] if found else 0
-
-
-def step_seconds(step: Callable[[], object], steps: int = PROBE_STEPS) -> float:
-    """Seconds that a step takes, the least of `steps` after a first one that warms up. They are real steps."""
-    step()
-    least = math.inf
-    for _ in range(steps):
-        start = time.perf_counter()
-        step()
-        least = min(least, time.perf_counter() - start)
-    return least
 
 
 def _activations(graph: Graph, rows: int, options: TrainOptions, dtype: torch.dtype) -> int:

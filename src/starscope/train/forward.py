@@ -10,7 +10,7 @@ large vocabulary the logits are never all there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -64,6 +64,7 @@ class Forward:
         logit_bytes: int = LOGIT_BYTES,
     ) -> None:
         self.engine, self.recompute, self.dtype, self._logit_bytes = engine, recompute, dtype, logit_bytes
+        self.compiled: Callable[..., Tensor] | None = None  # `loss`, made ready for batches of one shape
         self.segments = segments(engine.graph)
         self._weights = {name: weight for name, weight in engine.weights.items() if isinstance(weight, Tensor)}
         self._low: dict[str, Tensor] = {}  # the linear layers' weights in bfloat16
@@ -74,10 +75,13 @@ class Forward:
         logits: Tensor = self._run(ids, len(graph.ops))[graph.names["logits"]]
         return logits.to(self.engine.dtype).reshape(*ids.shape, -1)
 
-    def loss_sum(self, batch: Tensor, pad: int | None) -> Tensor:
-        """The summed negative log-likelihood in nats of `[n context_length+1]` ids, all but the first and padding."""
+    def loss_sum(self, batch: Tensor, pad: int | None, loss: Callable[..., Tensor] | None = None) -> Tensor:
+        """The summed negative log-likelihood in nats of `[n context_length+1]` ids, all but the first and padding.
+
+        Through `loss`, or `compiled`, where there is one.
+        """
         targets = batch[:, 1:] if pad is None else batch[:, 1:].masked_fill(batch[:, 1:] == pad, IGNORED)
-        return self.loss(batch[:, :-1], targets)
+        return (loss or self.compiled or self.loss)(batch[:, :-1], targets)
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """The same of `[n seq]` targets behind `[n seq]` ids; one that is -100 does not count."""

@@ -164,6 +164,7 @@ class Job:
         if self.trainer.step == 0:
             self.trainer.log_path.unlink(missing_ok=True)
         save_settings(self.out, self.settings)
+        self._say(self.trainer.settle_compilation())
         try:
             return self.trainer.run()
         finally:
@@ -261,6 +262,7 @@ def train_options(settings: Settings) -> TrainOptions:
         clip_norm=s.clip_norm,
         seed=s.seed,
         precision=s.precision,
+        compile=s.compile,
         log_every=s.log_every,
         evaluate_every=s.evaluate_every,
         save_every=s.save_every,

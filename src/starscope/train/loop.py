@@ -14,13 +14,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -34,11 +31,13 @@ from starscope.errors import InvalidContentError, StarscopeError, UsageError
 from starscope.graph import Graph
 from starscope.perplexity import Perplexity, measure
 from starscope.train.checkpoints import State, load_checkpoint, save_checkpoint
+from starscope.train.compiling import MODES, choose
 from starscope.train.data import Batches
 from starscope.train.evaluation import HeldOut as HeldOut
 from starscope.train.evaluation import measure_held_out
 from starscope.train.forward import Forward
 from starscope.train.heap import map_large_blocks
+from starscope.train.interrupts import noted_signals
 from starscope.train.lbfgs import lbfgs_step
 from starscope.train.optim import AdamW, clip_gradients, initial_weights
 from starscope.train.parameters import Parameters
@@ -74,6 +73,7 @@ class TrainOptions:
     clip_norm: float = 1.0
     seed: int = 0
     precision: str = "auto"  # auto, float32 or bfloat16
+    compile: str = "auto"  # auto, on or off (compiling.py)
     log_every: int = 10
     evaluate_every: int = 250
     save_every: int = 250
@@ -92,6 +92,8 @@ class TrainOptions:
             raise UsageError(f"a batch of {self.batch_size} is not whole micro-batches of {self.micro_batch_size}.")
         if self.precision not in ("auto", "float32", "bfloat16"):
             raise UsageError(f"precision is {self.precision!r}; expected auto, float32 or bfloat16.")
+        if self.compile not in MODES:
+            raise UsageError(f"compile is {self.compile!r}; expected {', '.join(MODES)}.")
         if self.optimizer not in OPTIMIZERS:
             raise UsageError(f"the optimizer is {self.optimizer!r}; expected {' or '.join(OPTIMIZERS)}.")
 
@@ -114,25 +116,6 @@ def bits_per_byte(engine: TorchEngine, held_out: HeldOut, *, context_length: int
     """Bits per byte of the held-out documents, as `starscope perplexity` measures them."""
     first, documents = held_out.end_of_text, held_out.documents
     return measure(engine, documents, held_out.bytes, first=first, window=context_length, stride=stride).bits_per_byte
-
-
-@contextmanager
-def noted_signals() -> Iterator[Callable[[], int | None]]:
-    """While inside, SIGINT and SIGTERM are noted instead of ending the program; a second one ends it as usual."""
-    noted: list[int] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        noted.append(number)
-        signal.signal(number, before[signal.Signals(number)])
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield lambda: noted[0] if noted else None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class Trainer:
@@ -184,6 +167,7 @@ class Trainer:
         self._parts: list[float] = []  # and their losses
         self._losses: list[float] = []  # of the steps since the last line of the log
         self._convergence = Convergence(options.early_stop)
+        self._was_compiled: bool | None = None  # what made the checkpoint that it goes on from
         self._saved: int | None = None  # the step of the newest checkpoint
         self.measured: Perplexity | None = None  # the held-out documents, when they were measured last
         if options.precision == "auto":
@@ -196,6 +180,33 @@ class Trainer:
         """The parameters as they are now, and what stands still beside them, by name."""
         kept = {**self.engine.parameters, **self._still}
         return {name: p.detach().numpy().copy() for name, p in kept.items()}
+
+    def settle_compilation(self, backend: str = "inductor") -> str:
+        """Decide whether the passes are compiled, for the steps that are left; returns the decision in a sentence.
+
+        It may take a minute, and leaves no trace in what is trained.
+        """
+        part = torch.from_numpy(self.batches.batch(0, self.options.micro_batch_size))
+        kept = self.parameters.gradients.clone()
+
+        def passes(loss: Callable[..., Any]) -> None:
+            for _ in range(self.options.batch_size // self.options.micro_batch_size):
+                self.forward.loss_sum(part, self._pad, loss).backward()  # type: ignore[no-untyped-call]
+
+        choice = choose(
+            self.forward.loss,
+            passes,
+            mode=self.options.compile,
+            device=self.parameters.values.device.type,
+            left=self.options.steps - self.step,
+            before=self._was_compiled,
+            backend=backend,
+        )
+        self.parameters.gradients.copy_(kept)
+        self.forward.compiled = choice.loss
+        if self._was_compiled is not None and self._was_compiled != (choice.loss is not None):
+            return f"{choice.why}; until now it was otherwise: last bits may differ"
+        return choice.why
 
     def train_step(self, stop: Callable[[], bool] = lambda: False) -> tuple[float, float] | None:
         """One update. Returns the mean loss in nats a token and the gradient's norm before clipping.
@@ -333,6 +344,7 @@ class Trainer:
                 "convergence": self._convergence.state,
                 "precision": str(self.dtype).removeprefix("torch."),
                 "threads": torch.get_num_threads(),
+                "compiled": self.forward.compiled is not None,
             },
             CONFIG: asdict(self.options),
         }
@@ -375,6 +387,7 @@ class Trainer:
         """Go on in the middle of things. A sentence when this process cannot give the bits that that one would have."""
         self._done, self._parts, self._losses = progress["done"], list(progress["parts"]), list(progress["losses"])
         self._convergence.restore(progress["convergence"])
+        self._was_compiled = progress.get("compiled", False)
         if self.options.precision == "auto":  # a probe may find otherwise each time
             self.dtype, self.why = getattr(torch, progress["precision"]), f"{progress['precision']}: as before"
             self.forward.dtype = self.dtype

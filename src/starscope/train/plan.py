@@ -18,8 +18,9 @@ from starscope.errors import DoesNotFitError
 from starscope.family import find_family
 from starscope.graph import Graph, record
 from starscope.recipes import find_recipe
+from starscope.train.compiling import COMPILE_SECONDS, foreseen, step_seconds
 from starscope.train.data import Batches, random_words
-from starscope.train.estimate import MemoryEstimate, estimate, step_seconds
+from starscope.train.estimate import MemoryEstimate, estimate
 from starscope.train.examine import DataReport, Problem, examine
 from starscope.train.job import (
     count_parameters,
@@ -55,6 +56,7 @@ class Plan:
     memory: MemoryEstimate
     seconds: float | None
     precision: str
+    compiled: str
     notes: list[str]
     problems: list[Problem]
 
@@ -75,6 +77,7 @@ class Plan:
             "memory_bytes": {**self.memory.parts, "total": self.memory.total},
             "seconds": self.seconds,
             "precision": self.precision,
+            "compiled": self.compiled,
             "problems": [problem.text for problem in self.problems],
             "settings": asdict(self.settings),
             "notes": self.notes,
@@ -112,7 +115,8 @@ def make_plan(settings: Settings, out: Path | None = None, progress: Progress = 
         seconds = settings.steps * step_seconds(make_step(graph, asked, dtype))
     precision = str(dtype).removeprefix("torch.")
     disk = disk_bytes(parameters)
-    return Plan(settings, data, graph, parameters, epochs, disk, memory, seconds, precision, notes, problems)
+    compiled = foreseen(asked.compile, "cpu") or f"compiled: about {COMPILE_SECONDS:.0f} s, and what it saves is told"
+    return Plan(settings, data, graph, parameters, epochs, disk, memory, seconds, precision, compiled, notes, problems)
 
 
 def make_step(graph: Graph, options: TrainOptions, dtype: torch.dtype) -> Callable[[], object]:

@@ -71,6 +71,7 @@ class Settings:
     max_no_improvement: int = 0
     seed: int = 0
     precision: str = "auto"
+    compile: str = "auto"
     recompute: bool = False
     # An adapter beside the model to start from (adapters.py).
     rank: int = 0  # 0: the model itself is trained
