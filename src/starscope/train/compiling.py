@@ -2,7 +2,8 @@
 
 torch.compile takes half a minute and a C++ compiler. On a CPU what it makes was no faster than the kernels here, so it
 is off there unless asked for. On another device a run that is long enough tries, times both, and takes the faster one.
-Last bits differ between the two, so a run that goes on computes as it began.
+Last bits differ between the two, so a run that goes on computes as it began; and from one compiled run to another,
+which is said where one goes on.
 """
 
 from __future__ import annotations

@@ -204,8 +204,8 @@ class Trainer:
         )
         self.parameters.gradients.copy_(kept)
         self.forward.compiled = choice.loss
-        if self._was_compiled is not None and self._was_compiled != (choice.loss is not None):
-            return f"{choice.why}; until now it was otherwise: last bits may differ"
+        if self._was_compiled is not None and (self._was_compiled or choice.loss is not None):
+            return f"{choice.why}; last bits may differ from those of a run that went through"
         return choice.why
 
     def train_step(self, stop: Callable[[], bool] = lambda: False) -> tuple[float, float] | None:

@@ -133,7 +133,7 @@ def summary(log: Sequence[Line], settings: Mapping[str, Any]) -> str:
         "parameters": (last(log, "run") or {}).get("parameters"),
         "tokens seen": last(log, "tokens"),
         "loss, nats a token": last(log, "loss"),
-        "bits per byte, held out": last(log, "bits_per_byte"),
+        "bits per byte, held out, in windows that do not overlap": last(log, "bits_per_byte"),
         "file": str(settings.get("to", "")).upper() or None,
     }
     cells = [f"<div><b>{shown(value)}</b>{escape(name)}</div>" for name, value in facts.items() if value is not None]
