@@ -149,6 +149,17 @@ def test_tensorboard_gets_the_numbers_where_it_is_installed(tmp_path, monkeypatc
     assert [step for name, _, step in written if name == "loss/train"] == [1, 2]
 
 
+def test_the_files_of_tensorboard_are_read_by_it(tmp_path, corpus_job):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    corpus_job(tmp_path / "out", steps=2, log_every=1, evaluate_every=2).train()
+    found = events.EventAccumulator(str(tmp_path / "out" / "tensorboard"))
+    found.Reload()
+    log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in log if "loss" in line}
+    assert {one.step: one.value for one in found.Scalars("loss/train")} == pytest.approx(losses, rel=1e-6)
+    assert {"loss/held_out_bits_per_byte", "lens_loss/block_0", "induction/block_1"} <= set(found.Tags()["scalars"])
+
+
 @pytest.fixture
 def corpus_job(tmp_path):
     """A prepared job over a few files."""
