@@ -45,11 +45,13 @@ def test_on_a_cpu_it_is_off_and_the_reason_said(monkeypatch):
 
 
 def test_elsewhere_a_run_that_is_long_enough_tries_and_takes_the_faster_one(monkeypatch):
-    times(monkeypatch, 0.1, 0.05)
+    times(monkeypatch, 0.1, 0.025)
+    clock = itertools.count(0, 12)
+    monkeypatch.setattr("starscope.train.compiling.time.perf_counter", lambda: next(clock))
     is_compiled, why = decide("auto")
     assert is_compiled
-    assert why.startswith("compiled: a step takes 50 ms compiled and 100 ms as it is; 0 s to compile, paid back after ")
-    assert why.endswith("and 1,000,000 are left")
+    assert why.startswith("compiled: a step takes 25 ms compiled and 100 ms as it is; 12 s to compile, ")
+    assert why.endswith(", paid back after 160 steps, and 1,000,000 are left")
     times(monkeypatch, 0.05, 0.1)
     assert decide("auto")[0] is False
     assert decide("auto")[1].endswith("never paid back")

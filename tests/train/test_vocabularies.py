@@ -137,10 +137,11 @@ def test_what_is_no_tokenizer_is_refused_before_anything_is_trained(tmp_path, na
         open_tokenizer(tmp_path / name)
 
 
-def test_sentencepieces_of_a_document_in_parts_are_those_of_the_whole(tmp_path):
+def test_sentencepieces_of_a_document_in_parts_are_those_of_the_whole(tmp_path, monkeypatch):
     """And a space before its beginning alone; what is rearranged would get one before every part."""
     write_gguf(tmp_path / "spm.gguf", metadata(small_pieces()), [])
     tokenizer = open_tokenizer(tmp_path / "spm.gguf")
+    monkeypatch.setattr("starscope.train.data.MOST_PIECES", 2)
     texts = ["def in in ab", "ab def"]
     pieces = [["def", " in", " in ab"], ["ab", " def"]]
     write_tokens(tmp_path / "a.tokens", pieces, tokenizer, vocab_size=tokenizer.vocab_size, end_of_text=2)
