@@ -73,7 +73,9 @@ def plan_of(model: str, layers: int, *, low_vram: bool, tied: bool = False) -> P
 
 def table() -> str:
     """One line a number of layers, with and without low VRAM."""
-    lines = [f"# Q4_0, context {CONTEXT}; bytes on the GPU. Rewritten by: cd tests && python -m support.ladder --rewrite"]
+    lines = [
+        f"# Q4_0, context {CONTEXT}; bytes on the GPU. Rewritten by: cd tests && python -m support.ladder --rewrite"
+    ]
     head = ("model", "ngl", "low", "blocks", "head", "norm", "v", "k", "offloaded", "weights", "kv", "scratch", "MB")
     rows = [head]
     for model in MODELS:
