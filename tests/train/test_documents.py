@@ -85,8 +85,9 @@ def test_a_folder_that_is_excluded_gives_nothing_however_it_is_reached(tmp_path)
         (lambda p: (p / "gone").symlink_to("nowhere") or p / "gone", r"is a link to nowhere, which does not exist"),
         (lambda p: os.mkfifo(p / "pipe") or p / "pipe", r"is not a regular file"),
         (lambda p: write(p, {"data.bin": b"x"}), r"no file to train on under .* \(1 of another kind left out\)"),
+        (lambda p: p, r"no file to train on under [^()]*\. Name files"),
     ],
-    ids=["missing", "dangling link", "pipe", "nothing of a known kind"],
+    ids=["missing", "dangling link", "pipe", "nothing of a known kind", "nothing at all"],
 )
 def test_what_cannot_be_read_is_refused_at_once_and_named(tmp_path, make, message):
     with pytest.raises(InputError, match=message):

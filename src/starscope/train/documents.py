@@ -131,7 +131,7 @@ def find_documents(
             found[os.path.realpath(path)] = Document(path.name, path, named=True)
     if not found:
         where = ", ".join(map(str, given))
-        others = f" ({counted(left_out)} left out)" if left_out else ""
+        others = f" ({counted(left_out)} left out)" if +left_out else ""
         raise InputError(f"there is no file to train on under {where}{others}.", hint="Name files, or give suffixes.")
     return Found(sorted(found.values(), key=lambda document: (document.name, str(document.path))), left_out)
 

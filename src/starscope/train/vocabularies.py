@@ -55,6 +55,7 @@ FIM_TOKENS = (FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX, FIM_PAD)
 LEAST_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)  # of a trained one: every byte is there
 DEFAULT_VOCAB_SIZE = 4096  # where the text gives as many
 SAMPLE_BYTES = 16 << 20  # of text that a vocabulary is trained on: more hardly changes it, and costs memory
+MOST_VOCAB_SIZE = SAMPLE_BYTES  # of a trained one: as many as bytes that it is made of
 LONGEST_WORD = 1 << 10  # characters that are learned from of a piece without white space, which is data, not text
 
 
