@@ -363,3 +363,62 @@ def test_the_command_and_its_dry_run_say_whether_it_compiles(cli, tmp_path):
     done = cli("train", text, "--out", tmp_path / "out", *small, "--sample-tokens", 0)
     assert done.exit_code == 0, done.stderr
     assert why in done.stderr
+
+
+def test_a_zero_is_what_was_asked_for(cli, corpus):
+    for flag, said in (("-n", "steps is 0"), ("--adam-iter", "steps is 0"), ("--mult", "--mult is 0")):
+        result = cli("train", corpus, "--dry-run", *SIZES, flag, 0)
+        assert result.exit_code == 2, flag
+        assert f"{said}; expected" in result.stderr
+    unheard = cli("train", corpus, "--dry-run", *SIZES, "--adam-min-alpha", "nan")
+    assert unheard.exit_code == 2
+    assert "the lowest learning rate is nan of the highest" in unheard.stderr
+    assert cli("train", corpus, "--dry-run", *SIZES, "-t", 10**12).exit_code == 2
+
+
+def test_copies_that_could_not_be_written_at_the_end_are_refused_at_the_beginning(cli, corpus, tmp_path):
+    (tmp_path / "file").touch()
+    for flag, target in (("--checkpoint-out", tmp_path), ("--model-out", tmp_path / "file" / "m.gguf")):
+        result = cli("train", corpus, "--out", tmp_path / "out", *SIZES, flag, target)
+        assert result.exit_code == 3, flag
+        assert "is no regular file" in result.stderr or "is a file; expected" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_looks_at_the_checkpoint_that_the_run_would_go_on_from(cli, corpus, tmp_path):
+    out = tmp_path / "out"
+    absent = cli("train", corpus, "--out", out, *SIZES, "--dry-run", "--checkpoint-in", tmp_path / "none.bin")
+    assert absent.exit_code == 3
+    assert cli("train", corpus, "--out", out, "--steps", 1, *SIZES).exit_code == 0
+    (out / "checkpoint.bin").write_bytes(b"half")
+    cut = cli("train", "--out", out, "--resume", "--dry-run")
+    assert cut.exit_code == 4
+    assert "There is no checkpoint from before it; begin again with --force" in cut.stderr
+
+
+def test_a_finished_checkpoint_without_its_log_still_makes_a_model(cli, corpus, tmp_path):
+    out, other = tmp_path / "out", tmp_path / "other"
+    assert cli("train", corpus, "--out", out, "--steps", 1, *SIZES).exit_code == 0
+    given = ("--checkpoint-in", out / "checkpoint.bin", "--steps", 1, *SIZES)
+    made = cli("train", corpus, "--out", other, *given)
+    assert made.exit_code == 0, made.stderr
+    assert (other / "model.gguf").read_bytes() == (out / "model.gguf").read_bytes()
+    assert "report.html" not in made.stderr
+
+
+def test_a_run_with_weights_of_its_own_does_not_go_on_with_those_of_another_model(cli, corpus, tmp_path):
+    out = tmp_path / "out"
+    assert cli("train", corpus, "--out", out, "--steps", 1, *SIZES).exit_code == 0
+    result = cli("train", "--out", out, "--resume", "--from", "demo")
+    assert result.exit_code == 2
+    assert "began with weights of its own; expected no other --from" in result.stderr
+
+
+def test_a_file_whose_name_is_no_text_is_trained_on_like_others(cli, corpus, tmp_path):
+    name = os.fsencode(tmp_path / "na") + b"\xff.py"
+    with open(name, "wb") as file:
+        file.write(b"def f(x):\n    return x + 1\n" * 200)
+    small = ("--ctx", 16, "--embd", 16, "--head", 2, "--layer", 1, "--vocab-size", 280, "--batch", 2, "--steps", 1)
+    result = cli("train", os.fsdecode(name), "--out", tmp_path / "out", *small, "--sample-tokens", 0)
+    assert result.exit_code == 0, result.stderr
+    assert "udcff.py" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")

@@ -98,7 +98,7 @@ def test_what_is_asked_of_the_disk_is_at_least_what_is_written(tmp_path, monkeyp
     monkeypatch.setattr(checkpoints.os, "statvfs", lambda _: type("Full", (), {"f_bavail": 0, "f_frsize": 4096}))
     with pytest.raises(DoesNotFitError) as refused:
         save_checkpoint(tmp_path, State(1, arrays, {"notes": "x" * 1000}))
-    needed = int(str(refused.value).split()[-1].rstrip("."))
+    needed = int(refused.value.message.split()[-1].rstrip("."))
     monkeypatch.undo()
     save_checkpoint(tmp_path, State(1, arrays, {"notes": "x" * 1000}))
     written = (tmp_path / CURRENT).stat().st_size

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 from collections import namedtuple
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from starscope.errors import (
     InvalidContentError,
     OutputError,
     OutputExistsError,
+    StarscopeError,
     UnsupportedError,
     UsageError,
     VerificationError,
@@ -74,6 +77,51 @@ def test_what_is_asked_for_wins_over_the_preset_and_that_over_what_was_saved():
         resolve({}, preset="huge")
     with pytest.raises(UsageError, match="no setting 'stepz'"):
         resolve({"stepz": 1})
+
+
+def test_saved_settings_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    save_settings(tmp_path, Settings(steps=5))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(Path, "write_text", lambda self, *_args, **_named: (_ for _ in ()).throw(full))
+    with pytest.raises(DoesNotFitError, match="the disk is full"):
+        save_settings(tmp_path, Settings(steps=6))
+    assert read_settings(tmp_path)["steps"] == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"steps": "x"}', "steps 'x'; expected a whole number"),
+        ('{"steps": true}', "steps True; expected a whole number"),
+        ('{"steps": null}', "steps None; expected a whole number"),
+        ('{"data": "x"}', "data 'x'; expected a list of texts"),
+        ('{"data": [1]}', r"data \[1\]; expected a list of texts"),
+        ('{"epochs": "1"}', "epochs '1'; expected a number"),
+        ('{"recompute": 1}', "recompute 1; expected true or false"),
+        ('{"stepz": 1}', "the key 'stepz', which is no setting"),
+    ],
+)
+def test_saved_settings_that_were_changed_by_hand_are_refused(tmp_path, text, said):
+    (tmp_path / "settings.json").write_text(text)
+    with pytest.raises(InvalidContentError, match=said):
+        read_settings(tmp_path)
+    (tmp_path / "settings.json").write_text('{"epochs": 1, "held_out": 0, "vocab_size": null, "data": ["a"]}')
+    assert read_settings(tmp_path) == {"epochs": 1, "held_out": 0, "vocab_size": None, "data": ("a",)}
+
+
+def test_a_folder_without_settings_says_how_to_go_on(tmp_path):
+    with pytest.raises(InputError, match=r"holds no run to go on with: it has no settings\.json\. Leave --resume out"):
+        read_settings(tmp_path)
+    (tmp_path / "checkpoint.bin").touch()
+    with pytest.raises(InputError, match=r"Give the options of the run again, with --checkpoint-in .*checkpoint\.bin"):
+        read_settings(tmp_path)
+
+
+def test_the_size_of_another_vocabulary_is_no_option():
+    with pytest.raises(UsageError, match="the size of the vocabulary chars is its own"):
+        resolve({"vocab": "chars", "vocab_size": 300})
+    assert resolve({"vocab": "chars"}).vocab_size is None
 
 
 def test_the_schedules_length_never_follows_from_the_steps():
@@ -133,6 +181,59 @@ def test_sizes_that_are_no_model_are_refused(corpus, tmp_path):
     for wrong in ({"num_heads": 5}, {"num_kv_heads": 3}, {"hidden_size": 0}):
         with pytest.raises((CheckpointError, UsageError)):
             Job(settings_of(corpus, **wrong), tmp_path / "out").prepare()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"steps": 0}, "steps is 0; expected at least 1"),
+        ({"epochs": math.nan, "steps": None}, "epochs is nan; expected a number above 0"),
+        ({"epochs": 0.0, "steps": None}, "epochs is 0; expected a number above 0"),
+        ({"weight_decay": math.nan}, "weight_decay is nan; expected 0 or more"),
+        ({"beta1": 1.0}, "the betas are 1 and 0.95; expected from 0 to less than 1"),
+        ({"beta2": math.nan}, "the betas are 0.9 and nan"),
+        ({"clip_norm": -1.0}, "clip_norm is -1; expected 0 or more"),
+        ({"final_share": 1.5}, "the lowest learning rate is 1.5 of the highest"),
+        ({"seed": 2**63}, "the seed is 9223372036854775808; expected a whole number"),
+        ({"sample_tokens": -1}, "sample_tokens is -1; expected 0 or more"),
+        ({"name": "a\udcff"}, "the name 'a.*' is no text; expected UTF-8"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"family": "x"}, "no family is called 'x'"),
+    ],
+    ids=str,
+)
+def test_what_no_run_can_be_made_with_is_refused_before_the_text_is_read(tmp_path, wrong, said):
+    settings = settings_of(tmp_path / "none", **wrong)
+    with pytest.raises(StarscopeError, match=said):
+        Job(settings, tmp_path / "out").check_output(resume=False)
+    with pytest.raises(StarscopeError, match=said):
+        make_plan(settings)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_text_is_read(corpus, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=r"file is a file; expected a folder, to make .*deep in"):
+        Job(settings_of(corpus), tmp_path / "file" / "deep").check_output(resume=False)
+    monkeypatch.setattr(job.os, "access", lambda *_: False)
+    with pytest.raises(OutputError, match=r"cannot be written: .* allows nothing new"):
+        Job(settings_of(corpus), tmp_path / "out").check_output(resume=False)
+
+
+def test_what_is_asked_of_the_disk_has_room_for_a_checkpoint_beside_two(corpus, tmp_path):
+    made = run(settings_of(corpus, hidden_size=128, steps=2, save_every=1), tmp_path / "out")
+    two = sum((tmp_path / "out" / name).stat().st_size for name in ("checkpoint.bin", "checkpoint.previous.bin"))
+    both = sum((tmp_path / "out" / name).stat().st_size for name in ("model.gguf", "hf/model.safetensors"))
+    assert job.disk_bytes(made.parameters) >= max(two * 1.5, two + both)
+
+
+def test_what_ended_a_run_is_told_even_where_its_report_cannot_be_written(corpus, tmp_path, monkeypatch):
+    made = Job(settings_of(corpus), tmp_path / "out")
+    made.prepare()
+    full = DoesNotFitError("the disk is full")
+    monkeypatch.setattr(made.trainer, "run", lambda: (_ for _ in ()).throw(full))
+    monkeypatch.setattr(job, "write_report", lambda _: (_ for _ in ()).throw(OutputError("no report")))
+    with pytest.raises(DoesNotFitError, match="the disk is full"):
+        made.train()
 
 
 def test_data_that_is_not_there_fails_at_once(tmp_path):

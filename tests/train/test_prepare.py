@@ -301,6 +301,7 @@ def test_a_folder_that_cannot_be_made_or_written_is_said(tree, tmp_path):
         ({"split": "halves"}, "the split is 'halves'; expected auto, documents, last"),
         ({"context_length": 0}, "the context is 0 tokens; expected at least 1"),
         ({"vocab_size": 10}, "the vocabulary is of 10 tokens; expected at least 275"),
+        ({"vocab_size": 10**12}, "the vocabulary is of 1000000000000 tokens; expected at most 16777216"),
     ],
     ids=str,
 )

@@ -12,7 +12,8 @@ import pytest
 
 from starscope.errors import InputError
 from starscope.train.charts import Series, chart, number, thinned, ticks
-from starscope.train.report import page, read_log, write_report
+from starscope.train.log import read_log
+from starscope.train.report import last_measured, page, write_report
 
 HOSTILE = "</pre><script>alert(1)</script>\x07\x00"
 LOG = [
@@ -136,3 +137,15 @@ def test_a_log_that_was_cut_is_read_up_to_the_cut(tmp_path):
     path = write_report(tmp_path)
     assert path.read_text(encoding="utf-8") == page(LOG, SETTINGS)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl", "report.html", "settings.json"]
+
+
+def test_what_is_no_text_is_written_by_its_number(tmp_path):
+    (tmp_path / "settings.json").write_text(json.dumps({**SETTINGS, "data": ["na\udcffme.txt"]}))
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LOG))
+    assert r"na\udcffme.txt" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_what_was_measured_last_is_read_from_the_log_where_there_is_one(tmp_path):
+    assert last_measured(tmp_path / "log.jsonl") is None
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LOG))
+    assert last_measured(tmp_path / "log.jsonl") == 2.875

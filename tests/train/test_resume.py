@@ -18,7 +18,7 @@ import torch
 from starscope.errors import InvalidContentError
 from starscope.train.checkpoints import CURRENT, PREVIOUS, State, load_checkpoint, read_checkpoint, save_checkpoint
 from starscope.train.data import Batches
-from starscope.train.loop import Trainer
+from starscope.train.loop import Trainer, differing
 from support.runs import make_trainer, read_log, same_bits
 
 STEPS = 9
@@ -172,10 +172,19 @@ def test_other_data_a_changed_optimizer_or_another_shape_is_refused_on_resume(tm
     for changes, said in (
         ({"seed": 1, "facts": {"data": "a"}}, "was made with seed 0; now it is 1"),
         ({"facts": {"data": "b"}}, "was made with data a; now it is b"),
-        ({"facts": {"data": "a"}, "optimizer": "lbfgs"}, "was made with optimizer None; now it is lbfgs"),
+        ({"facts": {"data": "a"}, "optimizer": "lbfgs"}, "was made with optimizer adamw; now it is lbfgs"),
     ):
         with pytest.raises(InvalidContentError, match=said):
             make_trainer(tmp_path, **changes).resume()
+    make_trainer(tmp_path / "lbfgs", steps=1, optimizer="lbfgs", lbfgs_iterations=1).run()
+    with pytest.raises(InvalidContentError, match="was made with optimizer lbfgs; now it is adamw"):
+        make_trainer(tmp_path / "lbfgs").resume()
+
+
+def test_of_another_shape_the_sizes_that_differ_are_named():
+    found, expected = {"hidden_size": 16, "num_layers": 1, "act": "x"}, {"hidden_size": 32, "num_layers": 1, "act": "x"}
+    assert differing("hparams", found, expected) == "hidden_size 16; now it is hidden_size 32"
+    assert differing("seed", 1, 2) == "seed 1; now it is 2"
 
 
 def test_a_run_goes_on_from_the_previous_checkpoint_when_the_last_is_cut(tmp_path):

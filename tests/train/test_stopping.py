@@ -65,3 +65,5 @@ def test_the_tests_go_on_from_a_checkpoint_as_if_never_stopped(cut):
 def test_negative_numbers_are_refused():
     with pytest.raises(UsageError, match="expected no negative number"):
         EarlyStop(past=-1)
+    with pytest.raises(UsageError, match="early stopping has tolerance nan; expected no negative number"):
+        EarlyStop(tolerance=float("nan"))

@@ -12,7 +12,15 @@ import click
 
 from starscope.cli.common import PATH, Session, everywhere, json_option
 from starscope.cli.signals import Stopped
-from starscope.cli.train import RESUMED, copy_checkpoint, copy_file, need_torch, take_checkpoint, use_threads
+from starscope.cli.train import (
+    RESUMED,
+    check_copy,
+    copy_checkpoint,
+    copy_file,
+    need_torch,
+    take_checkpoint,
+    use_threads,
+)
 from starscope.cli.train_options import DATA, KEEPING, LEARNING, ROWS, Command, Row, ignored_flags, options_of
 from starscope.cli.train_progress import training_progress
 from starscope.cli.units import plural
@@ -117,6 +125,8 @@ def finetune(
     settings = read_settings(session, given, Path(out), resume, checkpoint_in)
     need_torch()
     use_threads(threads)
+    for target in filter(None, (checkpoint_out, lora_out)):
+        check_copy(Path(target))
 
     from starscope.train.adapters import AdapterJob
 
@@ -179,10 +189,10 @@ def read_settings(
 
 def tell_end(session: Session, job: AdapterJob, outcome: Outcome | None, made: FinishedAdapter) -> None:
     """The document, or what was made and how well it does, a line each."""
-    from starscope.train.report import last, read_log
+    from starscope.train.report import last_measured
 
     step, measured = job.trainer.step, outcome.bits_per_byte if outcome is not None else None
-    measured = last(read_log(job.trainer.log_path), "bits_per_byte") if measured is None else measured
+    measured = last_measured(job.trainer.log_path) if measured is None else measured
     if outcome is not None and outcome.converged:
         session.note(f"ended early: {outcome.converged}")
     if session.json:
@@ -207,5 +217,6 @@ def tell_end(session: Session, job: AdapterJob, outcome: Outcome | None, made: F
     session.note(f"{made.folder}: for PEFT; {made.file}: for llama.cpp; read again: the logits are the trained ones")
     if made.merged is not None:
         session.note(f"{made.merged}: the model with the adapter in it")
-    session.note(f"{made.report}: how it went")
+    if made.report.exists():
+        session.note(f"{made.report}: how it went")
     session.note(f"go on with: starscope run {job.settings.start} 'TEXT' --lora {made.file}")

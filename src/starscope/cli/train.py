@@ -14,7 +14,7 @@ from starscope.cli.signals import Stopped
 from starscope.cli.train_options import Command, ignored_flags, train_options
 from starscope.cli.train_progress import training_progress
 from starscope.cli.units import bytes_text, plural
-from starscope.errors import UnsupportedError, UsageError
+from starscope.errors import OutputError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from starscope.train.job import Finished, Job
@@ -63,13 +63,20 @@ def train(
     settings = read_settings(session, given, preset, folder, resume, checkpoint_in)
     need_torch()
     use_threads(threads)
+    for target in filter(None, (checkpoint_out, model_out)):
+        check_copy(Path(target))
     from starscope.train.job import Job
 
     if dry_run:
         from starscope.cli.train_plan import tell_plan
+        from starscope.train.checkpoints import load_checkpoint, read_checkpoint
 
         if out is not None:
             Job(settings, folder, force=force).check_output(resume=resume)
+        if checkpoint_in is not None:
+            read_checkpoint(Path(checkpoint_in))
+        elif resume:
+            load_checkpoint(folder)
         tell_plan(session, settings, None if out is None else folder)
         return
 
@@ -108,6 +115,9 @@ def read_settings(
         asked["seed"] = secrets.randbelow(2**31)
         session.note(f"note: the seed is {asked['seed']}.")
     settings = of.resolve(asked, preset=preset, saved=saved)
+    if saved is not None and settings.start != saved.get("start", ""):
+        began = f"with {saved['start']}" if saved.get("start") else "with weights of its own"
+        raise UsageError(f"the run in {folder} began {began}; expected no other --from when it goes on.")
     if not settings.data:
         raise UsageError("there is no --data; expected files or folders of text.")
     return settings
@@ -128,8 +138,6 @@ def use_threads(threads: int | None) -> None:
     """Let torch use so many cores."""
     if threads is None:
         return
-    if threads < 1:
-        raise UsageError(f"threads is {threads}; expected at least 1.")
     import torch
 
     torch.set_num_threads(threads)
@@ -157,6 +165,15 @@ def copy_checkpoint(session: Session, folder: Path, pattern: str, step: int) -> 
     session.note(f"{target}: the checkpoint of step {step}")
 
 
+def check_copy(target: Path) -> None:
+    """OutputError, before any work, where a file of this name could not be written at the end."""
+    from starscope.train.job import check_place
+
+    if target.exists() and not target.is_file():
+        raise OutputError(f"{target} is no regular file and cannot be replaced.", hint="Give another name.")
+    check_place(target.absolute().parent)
+
+
 def copy_file(source: Path, target: Path) -> None:
     """Write a file's bytes under another name, which it takes when they are all there."""
     from starscope.gguf.writer import atomic_output
@@ -169,12 +186,12 @@ def copy_file(source: Path, target: Path) -> None:
 
 def tell_end(session: Session, job: Job, outcome: Outcome | None, made: Finished) -> None:
     """The document, or what was made and how well it does, a line each."""
-    from starscope.train.report import last, read_log
+    from starscope.train.report import last_measured
 
     step = job.trainer.step
     # A run that had nothing left to do was measured when it ended.
     measured = outcome.bits_per_byte if outcome is not None else None
-    measured = last(read_log(job.trainer.log_path), "bits_per_byte") if measured is None else measured
+    measured = last_measured(job.trainer.log_path) if measured is None else measured
     if outcome is not None and outcome.converged:
         session.note(f"ended early: {outcome.converged}")
     if session.json:
@@ -195,5 +212,6 @@ def tell_end(session: Session, job: Job, outcome: Outcome | None, made: Finished
     session.note(f"{plural(step, 'step')}, {job.parameters:,} parameters{held_out}")
     session.note(f"{made.model}: {bytes_text(made.model_bytes)}, read again: its logits are the checkpoint's")
     session.note(f"{made.folder}: the same for transformers and vLLM")
-    session.note(f"{made.report}: how it went")
+    if made.report.exists():
+        session.note(f"{made.report}: how it went")
     session.note(f"go on with: starscope run {made.model} 'TEXT'")

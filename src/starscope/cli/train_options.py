@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
-from starscope.cli.common import PATH
+from starscope.cli.common import PATH, check_threads
 from starscope.families import USUAL
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -144,7 +144,7 @@ ROWS: tuple[Row, ...] = (
          help="torch.compile: on, off, or auto: where it pays itself back before the end. Default: auto."),
     _row(LEARNING, "recompute", "--recompute/--no-recompute", "--use-checkpointing/--no-checkpointing", default=None,
          help="Compute activations again in the backward pass: more time, less memory."),
-    _row(LEARNING, "threads", "-t", "--threads", **INT, help="Cores to use. Default: all."),
+    _row(LEARNING, "threads", "-t", "--threads", **INT, callback=check_threads, help="Cores to use. Default: all."),
     _row(KEEPING, "out", "--out", type=PATH, metavar="DIR", help="Where everything goes."),
     _row(KEEPING, "to", "--to", metavar="TYPE",
          help="The type of model.gguf: f32, f16, q8_0, q4_k_m, ... Default: f32."),

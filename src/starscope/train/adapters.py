@@ -24,7 +24,7 @@ import torch
 from starscope.engine import Weights, make_engine
 from starscope.engine.torch_engine import TorchEngine
 from starscope.engine.weights import ArraySource
-from starscope.errors import DoesNotFitError, OutputError, OutputExistsError, UsageError, VerificationError
+from starscope.errors import DoesNotFitError, OutputExistsError, UsageError, VerificationError
 from starscope.family import Family, HParams
 from starscope.graph import Graph, adapter_names, record
 from starscope.hub import find_name
@@ -33,7 +33,6 @@ from starscope.lora.apply import combined, recorded
 from starscope.lora.gguf_file import write_gguf_adapter
 from starscope.lora.peft import write_peft
 from starscope.model import load
-from starscope.recipes import find_recipe
 from starscope.train.checkpoints import CURRENT
 from starscope.train.estimate import MemoryEstimate, estimate
 from starscope.train.export import write_tokenizer
@@ -42,6 +41,8 @@ from starscope.train.job import (
     PROBE_TOKENS,
     TOKENIZER,
     Job,
+    check_place,
+    check_settings,
     data_options,
     dtype_of,
     held_out,
@@ -150,10 +151,8 @@ class AdapterJob(Job):
 
     def check_output(self, *, resume: bool) -> None:
         """Refuse, before any work, what would replace another run."""
-        if self.settings.to:
-            find_recipe(self.settings.to)
-        if self.out.exists() and not self.out.is_dir():
-            raise OutputError(f"{self.out} is a file; expected the name of a folder.")
+        check_settings(self.settings)
+        check_place(self.out)
         if not resume and not self._force and (self.out / CURRENT).exists():
             raise OutputExistsError(
                 f"{self.out} holds a run.", hint="Use --resume to go on with it, or --force to begin again."

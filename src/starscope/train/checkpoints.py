@@ -70,7 +70,8 @@ def save_checkpoint(folder: Path, state: State) -> None:
         free = os.statvfs(folder)
         if free.f_bavail * free.f_frsize < needed:
             raise DoesNotFitError(
-                f"{folder} has {free.f_bavail * free.f_frsize} bytes free; a checkpoint needs {needed}."
+                f"{folder} has {free.f_bavail * free.f_frsize} bytes free; a checkpoint needs {needed}.",
+                hint="Free some space; --resume then goes on from the checkpoint before, if there is one.",
             )
         with temporary.open("wb") as out:
             out.write(MAGIC + bytes(DIGEST_BYTES))
@@ -99,7 +100,8 @@ def load_checkpoint(folder: Path) -> tuple[State, str]:
         return read_checkpoint(folder / CURRENT), ""
     except (InputError, InvalidContentError) as error:
         if not (folder / PREVIOUS).exists():
-            raise
+            hint = "There is no checkpoint from before it; begin again with --force, or in another folder."
+            raise type(error)(error.message, hint=hint) from None
         return read_checkpoint(folder / PREVIOUS), f"{error.message} The previous checkpoint is used."
 
 

@@ -65,15 +65,14 @@ def translate(asked: Mapping[str, Any], usual: Mapping[str, Any]) -> tuple[dict[
     `asked` has None, False or () where nothing was given; `usual` are the settings where nothing is asked for.
     UsageError for two that say different things.
     """
-    given = {name: value for name, value in asked.items() if value not in (None, False, ())}
+    given = {name: value for name, value in asked.items() if not (value is None or value is False or value == ())}
     made: dict[str, Any] = {}
     notes: list[str] = []
 
     def say(name: str, value: Any, flag: str) -> None:
-        if made.get(name, given.get(name, value)) != value:
-            raise UsageError(
-                f"{flag} asks for {name} {value}, and something else for {made.get(name, given.get(name))}."
-            )
+        other = made.get(name, given.get(name))
+        if other is not None and other != value:
+            raise UsageError(f"{flag} asks for {name} {value}, and something else for {other}.")
         made[name] = value
 
     for flag, (name, value) in SWITCHES.items():

@@ -11,15 +11,17 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from starscope.errors import DoesNotFitError, OutputError, OutputExistsError, UsageError
+from starscope.errors import DoesNotFitError, OutputError, OutputExistsError, StarscopeError, UsageError
 from starscope.family import find_family, make_hparams, write_config
 from starscope.graph import Graph, record
 from starscope.machine import free_memory
@@ -28,21 +30,24 @@ from starscope.tokenizer import Tokenizer
 from starscope.train.checkpoints import CURRENT, load_checkpoint
 from starscope.train.estimate import MemoryEstimate, estimate
 from starscope.train.export import check_folder, write_folder, write_tokenizer
+from starscope.train.log import append_line
 from starscope.train.loop import PARAMETER, HeldOut, Outcome, Trainer, TrainOptions
 from starscope.train.output import write_model
 from starscope.train.precision import choose_precision
 from starscope.train.prepare import DataOptions, Prepared, Progress, prepare
 from starscope.train.presets import family_sizes
-from starscope.train.report import REPORT, append_line, write_report
+from starscope.train.report import REPORT, write_report
 from starscope.train.schedules import Schedule
 from starscope.train.settings import Settings, save_settings
 from starscope.train.start import Start, open_start
 from starscope.train.stopping import EarlyStop
+from starscope.train.vocabularies import LEAST_VOCAB_SIZE
 from starscope.train.watcher import Watcher
 
 MODEL, FOLDER, DATA, TOKENIZER = "model.gguf", "hf", "data", "tokenizer"
 PROBE_TOKENS = 64  # that the written model's logits are compared over
 CHECKPOINT_BYTES = 12  # a parameter: itself and two moments of it
+GRADIENT_BYTES = 4  # a parameter, in a checkpoint from the middle of a step
 MOST_WARMUP = 100
 
 
@@ -79,13 +84,12 @@ class Job:
 
     def check_output(self, *, resume: bool) -> None:
         """Refuse, before any work, what would replace another run, and a type that no file can have."""
-        find_recipe(self.settings.to)
+        check_settings(self.settings)
+        check_place(self.out)
         if not resume and not self._force and (self.out / CURRENT).exists():
             raise OutputExistsError(
                 f"{self.out} holds a run.", hint="Use --resume to go on with it, or --force to begin again."
             )
-        if self.out.exists() and not self.out.is_dir():
-            raise OutputError(f"{self.out} is a file; expected the name of a folder.")
         check_folder(self.out / FOLDER, force=resume or self._force)
 
     def prepare(self, *, resume: bool = False) -> None:
@@ -148,7 +152,7 @@ class Job:
         return start
 
     def _check_disk(self) -> None:
-        """Two checkpoints and both forms of the model have to fit before a day is spent on them."""
+        """Checkpoints and both forms of the model have to fit before a day is spent on them."""
         if problem := disk_problem(self.out, self.parameters):
             raise DoesNotFitError(problem, hint="Free some space, choose another folder or a smaller model.")
 
@@ -166,11 +170,16 @@ class Job:
         save_settings(self.out, self.settings)
         self._say(self.trainer.settle_compilation())
         try:
-            return self.trainer.run()
-        finally:
+            outcome = self.trainer.run()
+        except BaseException:
             self._watcher.close()
-            if self.trainer.log_path.exists():
+            with suppress(StarscopeError):  # what ended the run is what there is to say
                 write_report(self.out)
+            raise
+        self._watcher.close()
+        if self.trainer.log_path.exists():
+            write_report(self.out)
+        return outcome
 
     def finish(self) -> Finished:
         """Write the model in both forms, each read again and compared with the weights that it is made of."""
@@ -181,6 +190,42 @@ class Job:
         family, hp = self.graph.family, self.graph.hp
         folder_size = write_folder(self.out / FOLDER, family, hp, weights, self.tokenizer, force=True, verify=True)
         return Finished(self.out / MODEL, self.out / FOLDER, self.out / REPORT, size, folder_size)
+
+
+def check_settings(settings: Settings) -> None:
+    """Refuse what no run can be made with before its text is read, which may take long."""
+    if settings.to:
+        find_recipe(settings.to)
+    train_options(settings)
+    if settings.sample_tokens < 0:
+        raise UsageError(f"sample_tokens is {settings.sample_tokens}; expected 0 or more.")
+    for name in ("name", "license"):
+        if not is_text(getattr(settings, name)):
+            raise UsageError(f"the {name} {getattr(settings, name)!r} is no text; expected UTF-8.")
+    if not settings.start:
+        family_sizes(find_family(settings.family), settings.sizes, LEAST_VOCAB_SIZE)
+
+
+def is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8: a byte of a command line that is none stands in it as half a surrogate."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def check_place(folder: Path) -> None:
+    """OutputError where a folder can be neither used nor made."""
+    place = existing(folder)
+    if not place.is_dir():
+        whole = place == folder
+        raise OutputError(
+            f"{place} is a file; expected {'the name of a folder' if whole else f'a folder, to make {folder} in'}."
+        )
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise OutputError(f"{folder} cannot be written: {place} allows nothing new.", hint="Choose another folder.")
+
+
+def existing(path: Path) -> Path:
+    """The path itself, or the folder above it that is there."""
+    return next((one for one in (path, *path.absolute().parents) if os.path.lexists(one)), Path())
 
 
 def steps_of(settings: Settings, per_epoch: int) -> int:
@@ -198,14 +243,16 @@ def count_parameters(graph: Graph, initial: Mapping[str, Any] | None) -> int:
 
 
 def disk_bytes(parameters: int) -> int:
-    """What a run's folder takes at most, without the tokens: two checkpoints and the model in both forms."""
-    return parameters * (2 * CHECKPOINT_BYTES + 2 * 4)
+    """What a run's folder takes at most, without the tokens: two checkpoints and a third that is being written.
+
+    The model in both forms takes no more than that, beside two.
+    """
+    return parameters * (3 * CHECKPOINT_BYTES + GRADIENT_BYTES)
 
 
 def disk_problem(out: Path, parameters: int) -> str:
     """A sentence when a run's folder takes more than its disk has; what the folder has already is there."""
-    place = next(path for path in (out, *out.absolute().parents) if path.exists())
-    wanted, free = disk_bytes(parameters), shutil.disk_usage(place).free
+    wanted, free = disk_bytes(parameters), shutil.disk_usage(existing(out)).free
     mine = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     if wanted <= free + mine:
         return ""
@@ -248,7 +295,16 @@ def train_options(settings: Settings) -> TrainOptions:
     """What the settings say of the optimisation. UsageError for what contradicts itself."""
     s = settings
     if s.accumulation < 1 or s.batch_size % s.accumulation:
-        raise UsageError(f"a batch of {s.batch_size} samples is not {s.accumulation} equal parts.")
+        raise UsageError(
+            f"a batch of {s.batch_size} samples is not {s.accumulation} equal parts; expected a divisor of it."
+        )
+    if s.epochs is not None and not 0 < s.epochs < math.inf:
+        raise UsageError(f"epochs is {s.epochs:g}; expected a number above 0.")
+    if not 0 <= s.final_share <= 1:
+        raise UsageError(
+            f"the lowest learning rate is {s.final_share:g} of the highest, {s.learning_rate:g}; "
+            "expected a share from 0 to 1."
+        )
     warmup = min(MOST_WARMUP, s.decay_steps // 10) if s.warmup_steps is None else s.warmup_steps
     schedule = Schedule(
         s.learning_rate, warmup, s.decay_steps, s.learning_rate * s.final_share, s.schedule, s.restart_growth

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -24,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from starscope.checkpoint.files import read_text
 from starscope.engine.torch_engine import TorchEngine
 from starscope.engine.weights import ArraySource, Weights
 from starscope.errors import InvalidContentError, StarscopeError, UsageError
@@ -39,6 +37,7 @@ from starscope.train.forward import Forward
 from starscope.train.heap import map_large_blocks
 from starscope.train.interrupts import noted_signals
 from starscope.train.lbfgs import lbfgs_step
+from starscope.train.log import LOG, append_line, trim_log
 from starscope.train.optim import AdamW, clip_gradients, initial_weights
 from starscope.train.parameters import Parameters
 from starscope.train.precision import choose_precision
@@ -48,6 +47,7 @@ from starscope.train.stopping import Convergence, EarlyStop
 PROGRESS, CONFIG = "progress", "options"  # in a checkpoint: where the run is; what it was asked for, to be read
 PARAMETER = "parameter"  # how the names of weights begin there
 OPTIMIZERS = ("adamw", "lbfgs")
+COUNTS = ("steps", "batch_size", "micro_batch_size", "log_every", "evaluate_every", "save_every", "lbfgs_iterations")
 
 
 class NonFiniteLossError(StarscopeError):
@@ -85,7 +85,7 @@ class TrainOptions:
     early_stop: EarlyStop = field(default_factory=EarlyStop)
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "micro_batch_size", "log_every", "evaluate_every", "save_every", "lbfgs_iterations"):
+        for name in COUNTS:
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected at least 1.")
         if self.batch_size % self.micro_batch_size:
@@ -96,6 +96,14 @@ class TrainOptions:
             raise UsageError(f"compile is {self.compile!r}; expected {', '.join(MODES)}.")
         if self.optimizer not in OPTIMIZERS:
             raise UsageError(f"the optimizer is {self.optimizer!r}; expected {' or '.join(OPTIMIZERS)}.")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise UsageError(f"the betas are {self.betas[0]:g} and {self.betas[1]:g}; expected from 0 to less than 1.")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UsageError(f"weight_decay is {self.weight_decay:g}; expected 0 or more.")
+        if not self.clip_norm >= 0:
+            raise UsageError(f"clip_norm is {self.clip_norm:g}; expected 0 or more.")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"the seed is {self.seed}; expected a whole number from 0 to 2^63 - 1.")
 
 
 @dataclass(frozen=True)
@@ -354,12 +362,13 @@ class Trainer:
     def resume(self) -> str:
         """Continue from the newest whole checkpoint. Returns what there is to say about it, or nothing."""
         state, note = load_checkpoint(self.folder)
-        for key, expected in self._facts.items():
-            found = state.facts.get(key)
+        usual = {"optimizer": OPTIMIZERS[0]}
+        for key, expected in {**usual, **self._facts}.items():
+            found = state.facts.get(key, usual.get(key))
             if found != json.loads(json.dumps(expected)):
                 raise InvalidContentError(
-                    f"the checkpoint in {self.folder} was made with {key} {found}; now it is {expected}.",
-                    hint="Start a new run in another folder.",
+                    f"the checkpoint in {self.folder} was made with {differing(key, found, expected)}.",
+                    hint="Give the same options, or start a new run in another folder.",
                 )
         self.step = self._saved = state.step
         progress = state.facts.get(PROGRESS)
@@ -371,7 +380,7 @@ class Trainer:
         for name, weight in self._still.items():
             weight.copy_(torch.from_numpy(state.arrays[f"{PARAMETER}:{name}"]))
         self._adamw.set_updates(self.step)
-        self._trim_log()
+        trim_log(self.log_path, self.step)
         return note
 
     def _rows(self) -> dict[str, Tensor]:
@@ -399,20 +408,17 @@ class Trainer:
 
     @property
     def log_path(self) -> Path:
-        return self.folder / "log.jsonl"
+        return self.folder / LOG
 
     def _log(self, line: Mapping[str, Any]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("a", encoding="utf-8") as log:
-            log.write(json.dumps(line) + "\n")
+        append_line(self.log_path, line)
         self._report(line)
 
-    def _trim_log(self) -> None:
-        """Drop the lines of steps that are about to be made again."""
-        if not self.log_path.exists():
-            return
-        lines = read_text(self.log_path).splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
-        temporary = self.log_path.with_suffix(".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, self.log_path)
+
+def differing(key: str, found: Any, expected: Any) -> str:
+    """What a checkpoint was made with and what it is now; of several values, those that are not the same."""
+    if not isinstance(found, dict) or not isinstance(expected, dict):
+        return f"{key} {found}; now it is {expected}"
+    names = [name for name in {**found, **expected} if found.get(name) != expected.get(name)]
+    had, has = (", ".join(f"{name} {values.get(name)}" for name in names) for values in (found, expected))
+    return f"{had}; now it is {has}"

@@ -17,12 +17,12 @@ import torch
 from starscope.errors import DoesNotFitError
 from starscope.family import find_family
 from starscope.graph import Graph, record
-from starscope.recipes import find_recipe
 from starscope.train.compiling import COMPILE_SECONDS, foreseen, step_seconds
 from starscope.train.data import Batches, random_words
 from starscope.train.estimate import MemoryEstimate, estimate
 from starscope.train.examine import DataReport, Problem, examine
 from starscope.train.job import (
+    check_settings,
     count_parameters,
     data_options,
     disk_bytes,
@@ -89,8 +89,7 @@ def make_plan(settings: Settings, out: Path | None = None, progress: Progress = 
 
     `out` is the folder of the run: what lies there is no text of it, and its disk has to suffice.
     """
-    find_recipe(settings.to)
-    train_options(settings)
+    check_settings(settings)
     start = open_start(settings.start, settings.context_length) if settings.start else None
     if start is not None:
         settings = start.settle(settings)

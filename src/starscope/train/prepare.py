@@ -27,11 +27,13 @@ from starscope.tokenizer import Tokenizer
 from starscope.train.data import Batches, TokenFile, open_tokens, write_tokens
 from starscope.train.documents import Corpus, Found, Passage, find_documents, survey
 from starscope.train.fim import FillInTheMiddle, FimIds
+from starscope.train.log import unwritable
 from starscope.train.split import SPLITS, Split, split_text
 from starscope.train.vocabularies import (
     BPE,
     DEFAULT_VOCAB_SIZE,
     LEAST_VOCAB_SIZE,
+    MOST_VOCAB_SIZE,
     SPECIAL_TOKENS,
     character_vocabulary,
     find_end_of_text,
@@ -93,6 +95,8 @@ class DataOptions:
                 f"the vocabulary is of {self.vocab_size} tokens; expected at least {LEAST_VOCAB_SIZE}: "
                 f"256 bytes and {len(SPECIAL_TOKENS)} special tokens."
             )
+        if self.vocab == "bpe" and self.vocab_size is not None and self.vocab_size > MOST_VOCAB_SIZE:
+            raise UsageError(f"the vocabulary is of {self.vocab_size} tokens; expected at most {MOST_VOCAB_SIZE}.")
 
 
 @dataclass(frozen=True)
@@ -254,14 +258,21 @@ def _make_vocabulary(options: DataOptions, folder: Path, corpus: Corpus, parts: 
         text = (piece for passage in corpus.passages for piece in passage.pieces())
         for piece in _told(text, corpus.bytes, progress):
             characters.update(piece)
-        save_vocabulary(character_vocabulary(characters, fim=options.fim_rate > 0), folder)
+        _save_vocabulary(character_vocabulary(characters, fim=options.fim_rate > 0), folder)
         return []
     every, pieces = text_to_learn_from(parts.train)
     size = options.vocab_size or DEFAULT_VOCAB_SIZE
     total = sum(passage.bytes for passage in parts.train) // every
     bpe = BPE.train(_told(pieces, total, progress), size, at_most=options.vocab_size is None)
-    save_vocabulary(bpe, folder)
+    _save_vocabulary(bpe, folder)
     return [] if every == 1 else [f"the vocabulary is trained on one in {every} pieces of the text."]
+
+
+def _save_vocabulary(made: Any, folder: Path) -> None:
+    try:
+        save_vocabulary(made, folder)
+    except OSError as error:
+        raise unwritable(folder, error) from error
 
 
 def _told(pieces: Iterator[str], total: int, progress: Progress) -> Iterator[str]:
@@ -342,7 +353,7 @@ def _write_record(folder: Path, record: dict[str, Any]) -> None:
         temporary.write_text(json.dumps(record, indent=1), encoding="utf-8")
         temporary.replace(folder / "data.json")
     except OSError as error:
-        raise OutputError(f"{folder / 'data.json'} cannot be written: {error.strerror}.") from error
+        raise unwritable(folder / "data.json", error) from error
 
 
 def _make_folder(folder: Path) -> None:

@@ -14,37 +14,30 @@ from pathlib import Path
 from typing import Any
 
 from starscope.checkpoint.files import read_text
-from starscope.errors import OutputError
 from starscope.train.charts import Series, chart
+from starscope.train.log import LOG, Line, read_log, unwritable
 from starscope.train.settings import FILE as SETTINGS
 
-LOG, REPORT = "log.jsonl", "report.html"
+REPORT = "report.html"
 MOST_SAMPLES = 12  # evaluations whose samples are shown, the last ones
-
-Line = Mapping[str, Any]
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log; one that was cut at the end is left out."""
-    return [json.loads(line) for line in read_text(path).splitlines(keepends=True) if line.endswith("\n")]
-
-
-def append_line(path: Path, line: Line) -> None:
-    """Add one to a log."""
-    with path.open("a", encoding="utf-8") as log:
-        log.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 def write_report(folder: Path) -> Path:
-    """Make the page of the run in a folder. InputError without a log, OutputError when it cannot be written."""
+    """Make the page of the run in a folder. InputError without a log.
+
+    DoesNotFitError or OutputError when it cannot be written. What is no text, such as half of the name of a file,
+    stands there by its number.
+    """
     log = read_log(folder / LOG)
     settings = json.loads(read_text(folder / SETTINGS))
     path, temporary = folder / REPORT, folder / f"{REPORT}.tmp"
     try:
-        temporary.write_text(page(log, settings), encoding="utf-8")
+        temporary.write_text(page(log, settings), encoding="utf-8", errors="backslashreplace")
         temporary.replace(path)
     except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror}.") from error
+        raise unwritable(path, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
     return path
 
 
@@ -69,6 +62,11 @@ def points(log: Sequence[Line], key: str) -> list[tuple[float, float]]:
 def last(log: Sequence[Line], key: str) -> Any:
     """The newest value of a key, None when there is none."""
     return next((line[key] for line in reversed(log) if key in line), None)
+
+
+def last_measured(path: Path) -> float | None:
+    """The newest bits per byte in a log, None when there are none."""
+    return last(read_log(path), "bits_per_byte") if path.exists() else None
 
 
 def charts(log: Sequence[Line]) -> Iterable[str]:

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
-from starscope.checkpoint.files import read_json
-from starscope.errors import InvalidContentError, UsageError
+from starscope.checkpoint.files import is_there, read_json
+from starscope.errors import InputError, InvalidContentError, UsageError
 from starscope.families import USUAL
+from starscope.train.checkpoints import CURRENT
+from starscope.train.log import unwritable
 from starscope.train.presets import SIZES, find_preset
 
 FILE = "settings.json"
@@ -116,20 +120,59 @@ def resolve(given: Mapping[str, Any], *, preset: str | None = None, saved: Mappi
         values["epochs"] = None
     if "start" in asked and "context_length" not in asked:
         values["context_length"] = None  # as long as the model's
-    if values.get("vocab", "bpe") != "bpe" and "vocab_size" not in asked:
+    if values.get("vocab", "bpe") != "bpe":
+        if "vocab_size" in asked:
+            raise UsageError(f"the size of the vocabulary {values['vocab']} is its own; expected no vocab_size.")
         values["vocab_size"] = None
     return Settings(**values)
 
 
 def save_settings(folder: Path, settings: Settings) -> None:
-    """Write them beside the checkpoint."""
-    (folder / FILE).write_text(json.dumps(asdict(settings), indent=2) + "\n", encoding="utf-8")
+    """Write them beside the checkpoint: the old ones are there until the new ones are."""
+    path, temporary = folder / FILE, folder / f"{FILE}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(asdict(settings), indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """What an earlier run in the folder was asked for; InputError when there was none."""
+    if not is_there(folder / FILE):
+        hint = "Leave --resume out."
+        if is_there(folder / CURRENT):
+            hint = f"Give the options of the run again, with --checkpoint-in {folder / CURRENT}."
+        raise InputError(f"{folder} holds no run to go on with: it has no {FILE}.", hint=hint)
     found = read_json(folder / FILE)
     unknown = sorted(set(found) - set(NAMES))
     if unknown:
         raise InvalidContentError(f"{folder / FILE} has the key {unknown[0]!r}, which is no setting.")
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    made = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    for name, kind in get_type_hints(Settings).items():
+        if name in made and not _is_of(made[name], kind):
+            raise InvalidContentError(f"{folder / FILE} has {name} {found[name]!r}; expected {KINDS[_plain(kind)]}.")
+    return made
+
+
+KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", tuple: "a list of texts"}
+
+
+def _plain(kind: Any) -> type:
+    """The type of a setting without its None and without what a tuple is of."""
+    options = [one for one in get_args(kind) if one is not type(None)] if isinstance(kind, UnionType) else [kind]
+    plain: type = get_origin(options[0]) or options[0]
+    return plain
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    plain = _plain(kind)
+    if value is None:
+        return isinstance(kind, UnionType)
+    if plain is tuple:
+        return isinstance(value, tuple) and all(isinstance(part, str) for part in value)
+    return type(value) is plain or (plain is float and type(value) is int)

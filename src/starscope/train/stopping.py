@@ -28,8 +28,9 @@ class EarlyStop:
     max_no_improvement: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.tolerance, self.past, self.delta, self.max_no_improvement) < 0:
-            raise UsageError(f"early stopping is {self}; expected no negative number.")
+        for name, value in vars(self).items():
+            if not value >= 0:
+                raise UsageError(f"early stopping has {name} {value}; expected no negative number.")
 
 
 class Convergence:
