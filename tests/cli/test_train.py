@@ -422,3 +422,14 @@ def test_a_file_whose_name_is_no_text_is_trained_on_like_others(cli, corpus, tmp
     result = cli("train", os.fsdecode(name), "--out", tmp_path / "out", *small, "--sample-tokens", 0)
     assert result.exit_code == 0, result.stderr
     assert "udcff.py" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_folder_in_which_another_run_is_at_work_is_refused(cli, corpus, tmp_path):
+    from starscope.train.lock import held
+
+    with held(tmp_path / "out"):
+        result = cli("train", corpus, "--out", tmp_path / "out", "--steps", 1, *SIZES)
+        assert result.exit_code == 3
+        assert "another run is at work in" in result.stderr
+        assert list((tmp_path / "out").iterdir()) == []
+    assert cli("train", corpus, "--out", tmp_path / "out", "--steps", 1, *SIZES).exit_code == 0

@@ -129,11 +129,14 @@ def finetune(
         check_copy(Path(target))
 
     from starscope.train.adapters import AdapterJob
+    from starscope.train.lock import held
 
     folder = Path(out)
     with training_progress(session) as shown:
         job = AdapterJob(settings, folder, force=force, report=shown.line, say=shown.say, progress=shown.prepare)
         job.check_output(resume=resume)
+        ctx.with_resource(held(folder))
+        job.check_output(resume=resume)  # once more: another run may just have ended there
         if checkpoint_in is not None:
             take_checkpoint(Path(checkpoint_in), folder)
         job.prepare(resume=resume)

@@ -66,6 +66,7 @@ def train(
     for target in filter(None, (checkpoint_out, model_out)):
         check_copy(Path(target))
     from starscope.train.job import Job
+    from starscope.train.lock import held
 
     if dry_run:
         from starscope.cli.train_plan import tell_plan
@@ -83,6 +84,8 @@ def train(
     with training_progress(session) as shown:
         job = Job(settings, folder, force=force, report=shown.line, say=shown.say, progress=shown.prepare)
         job.check_output(resume=resume)
+        ctx.with_resource(held(folder))
+        job.check_output(resume=resume)  # once more: another run may just have ended there
         if checkpoint_in is not None:
             take_checkpoint(Path(checkpoint_in), folder)
         job.prepare(resume=resume)
