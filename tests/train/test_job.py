@@ -236,6 +236,22 @@ def test_what_ended_a_run_is_told_even_where_its_report_cannot_be_written(corpus
         made.train()
 
 
+def test_a_run_that_begins_again_leaves_nothing_of_the_one_before_to_go_on_from(corpus, tmp_path, monkeypatch):
+    run(settings_of(corpus, steps=3, save_every=1), tmp_path / "out")
+    again = Job(settings_of(corpus, steps=3, learning_rate=1e-4), tmp_path / "out", force=True)
+    again.prepare()
+    killed = KeyboardInterrupt()
+    monkeypatch.setattr(again.trainer, "train_step", lambda _stop: (_ for _ in ()).throw(killed))
+    with pytest.raises(KeyboardInterrupt):
+        again.train()
+    with pytest.raises(InputError, match="There is no checkpoint from before it"):
+        Job(read_back(tmp_path / "out"), tmp_path / "out").prepare(resume=True)
+
+
+def read_back(out: Path) -> Settings:
+    return resolve({}, saved=read_settings(out))
+
+
 def test_data_that_is_not_there_fails_at_once(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         Job(settings_of(tmp_path / "none"), tmp_path / "out").prepare()

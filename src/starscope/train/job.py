@@ -27,7 +27,7 @@ from starscope.graph import Graph, record
 from starscope.machine import free_memory
 from starscope.recipes import find_recipe
 from starscope.tokenizer import Tokenizer
-from starscope.train.checkpoints import CURRENT, load_checkpoint
+from starscope.train.checkpoints import CURRENT, PREVIOUS, load_checkpoint
 from starscope.train.estimate import MemoryEstimate, estimate
 from starscope.train.export import check_folder, write_folder, write_tokenizer
 from starscope.train.log import append_line
@@ -165,8 +165,9 @@ class Job:
 
     def train(self) -> Outcome:
         """Train to the last step, or to an interrupt; the checkpoint is saved and the report written either way."""
-        if self.trainer.step == 0:
-            self.trainer.log_path.unlink(missing_ok=True)
+        if self.trainer.saved is None:  # it begins: what an earlier run left is nothing to go on from
+            for path in (self.trainer.log_path, self.out / CURRENT, self.out / PREVIOUS):
+                path.unlink(missing_ok=True)
         save_settings(self.out, self.settings)
         self._say(self.trainer.settle_compilation())
         try:

@@ -176,7 +176,7 @@ class Trainer:
         self._losses: list[float] = []  # of the steps since the last line of the log
         self._convergence = Convergence(options.early_stop)
         self._was_compiled: bool | None = None  # what made the checkpoint that it goes on from
-        self._saved: int | None = None  # the step of the newest checkpoint
+        self.saved: int | None = None  # the step of the newest checkpoint of this run
         self.measured: Perplexity | None = None  # the held-out documents, when they were measured last
         if options.precision == "auto":
             self.dtype, self.why = choose_precision()
@@ -265,8 +265,8 @@ class Trainer:
         if math.isfinite(loss) and math.isfinite(norm):
             return
         saved = "There is no checkpoint from before"
-        if self._saved is not None:
-            saved = f"The checkpoint of step {self._saved} in {self.folder} is from before"
+        if self.saved is not None:
+            saved = f"The checkpoint of step {self.saved} in {self.folder} is from before"
         raise NonFiniteLossError(
             f"the loss is {loss} and the gradient's norm {norm} at step {self.step} "
             f"(samples {self.step * self.options.batch_size} to {(self.step + 1) * self.options.batch_size - 1}).",
@@ -357,7 +357,7 @@ class Trainer:
             CONFIG: asdict(self.options),
         }
         save_checkpoint(self.folder, State(self.step, arrays, facts))
-        self._saved = self.step
+        self.saved = self.step
 
     def resume(self) -> str:
         """Continue from the newest whole checkpoint. Returns what there is to say about it, or nothing."""
@@ -370,7 +370,7 @@ class Trainer:
                     f"the checkpoint in {self.folder} was made with {differing(key, found, expected)}.",
                     hint="Give the same options, or start a new run in another folder.",
                 )
-        self.step = self._saved = state.step
+        self.step = self.saved = state.step
         progress = state.facts.get(PROGRESS)
         if progress is not None:
             note = " ".join(filter(None, [note, self._restore(progress)]))
