@@ -149,3 +149,12 @@ def test_what_was_measured_last_is_read_from_the_log_where_there_is_one(tmp_path
     assert last_measured(tmp_path / "log.jsonl") is None
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LOG))
     assert last_measured(tmp_path / "log.jsonl") == 2.875
+
+
+def test_no_control_character_gets_into_the_page():
+    hostile = "".join(map(chr, [*range(32), *range(0x7F, 0xA0)])) + "é\u2028"
+    sample = {"before": hostile, "text": hostile, "after": hostile, "truth": hostile}
+    text = page([{"step": 1, "samples": [sample]}], {"name": hostile, "data": [hostile]})
+    assert not [c for c in text if (c < " " and c not in "\n\t") or "\x7f" <= c <= "\x9f"]
+    assert r"\x85" in text
+    assert "\u2421" in text

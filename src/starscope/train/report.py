@@ -19,6 +19,8 @@ from starscope.train.log import LOG, Line, read_log, unwritable
 from starscope.train.settings import FILE as SETTINGS
 
 REPORT = "report.html"
+CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
+CONTROLS |= {code: f"\\x{code:x}" for code in range(0x80, 0xA0)}
 MOST_SAMPLES = 12  # evaluations whose samples are shown, the last ones
 
 
@@ -45,7 +47,7 @@ def page(log: Sequence[Line], settings: Mapping[str, Any]) -> str:
     """The HTML text."""
     name = settings.get("name") or "A model in training"
     return PAGE.format(
-        title=escape(name),
+        title=visible(name),
         summary=summary(log, settings),
         charts="".join(charts(log)),
         microscope=microscope(log),
@@ -116,12 +118,12 @@ def sample_text(sample: Mapping[str, Any]) -> str:
     before, new, after = (visible(sample.get(part) or "") for part in ("before", "text", "after"))
     text = f"{before}<ins>{new}</ins>{after}"
     truth = sample.get("truth")
-    return text + (f"\n<small>there stood: {escape(json.dumps(truth, ensure_ascii=False))}</small>" if truth else "")
+    return text + (f"\n<small>there stood: {visible(json.dumps(truth, ensure_ascii=False))}</small>" if truth else "")
 
 
 def visible(text: str) -> str:
-    """A text for the page: control characters, which HTML may not hold, as their pictures."""
-    return escape("".join(chr(0x2400 + ord(c)) if c < " " and c not in "\n\t" else c for c in text))
+    """A text for the page: control characters, which HTML may not hold, as their pictures or numbers."""
+    return escape(text.translate(CONTROLS))
 
 
 def summary(log: Sequence[Line], settings: Mapping[str, Any]) -> str:
@@ -151,7 +153,7 @@ def settings_table(settings: Mapping[str, Any]) -> str:
     texts = {
         name: ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value) for name, value in rows
     }
-    cells = "".join(f"<tr><td>{escape(name.replace('_', ' '))}<td>{escape(text)}" for name, text in texts.items())
+    cells = "".join(f"<tr><td>{escape(name.replace('_', ' '))}<td>{visible(text)}" for name, text in texts.items())
     return f"<table>{cells}</table>"
 
 
