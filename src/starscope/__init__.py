@@ -1,4 +1,4 @@
-"""Convert, run, train and look inside code models of the StarCoder family.
+"""Convert, run, train and look inside code models: the StarCoder and LLaMA families.
 
     import starscope
 

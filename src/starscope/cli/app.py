@@ -232,7 +232,7 @@ def _sentence(text: str) -> str:
 @click.version_option(__version__, message="starscope %(version)s")
 @click.pass_context
 def app(ctx: click.Context) -> None:
-    """Convert, run and look inside code models of the StarCoder family.
+    """Convert, run and look inside code models: the StarCoder and LLaMA families.
 
     MODEL is a .gguf file, a Hugging Face folder, "demo", the small model in the package, or a model of the Hugging
     Face hub: owner/name[@revision][:TYPE].

@@ -120,10 +120,10 @@ def finetune(
         session.note("note: norms and the token embedding get no adapter: a rank for them has no effect.")
     if start is not None and model is not None:
         more = (model, *more)
+    need_torch()
     resume = resume or only_write or checkpoint_in is not None
     given |= {"start": start or model, "data": (*given["data"], *more), "targets": targets_of(given)}
     settings = read_settings(session, given, Path(out), resume, checkpoint_in)
-    need_torch()
     use_threads(threads)
     for target in filter(None, (checkpoint_out, lora_out)):
         check_copy(Path(target))

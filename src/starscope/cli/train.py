@@ -133,7 +133,7 @@ def need_torch() -> None:
     if find_spec("torch") is None:
         raise UnsupportedError(
             "training needs torch, which is not installed.",
-            hint="Install a CPU build of torch, or: pip install 'starscope[torch]'",
+            hint="Install torch 2.6 or newer: a CPU build of it will do.",
         )
 
 

@@ -144,7 +144,7 @@ def find_devices(names: str, placing: Placing) -> list[Device]:
             return []
         if importlib.util.find_spec("torch") is None:
             if placing.asks_for_a_gpu:
-                raise UnsupportedError("a GPU needs torch, which is not installed.", hint="Install starscope[torch].")
+                raise UnsupportedError("a GPU needs torch, which is not installed.", hint="Install torch 2.6 or newer.")
             return []
         found = _all_devices()
         if not found and placing.asks_for_a_gpu:
@@ -155,7 +155,7 @@ def find_devices(names: str, placing: Placing) -> list[Device]:
         return found
     if importlib.util.find_spec("torch") is None:
         raise UnsupportedError(
-            f"device {names!r} needs torch, which is not installed.", hint="Install starscope[torch], or use the CPU."
+            f"device {names!r} needs torch, which is not installed.", hint="Install torch 2.6 or newer, or use the CPU."
         )
     from starscope.engine.gpu.devices import find_device
 
