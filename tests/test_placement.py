@@ -240,6 +240,24 @@ def test_without_shares_devices_get_blocks_by_their_free_memory(graph: Graph) ->
     assert 2.5 < counts[0] / counts[1] < 3.5
 
 
+@pytest.mark.parametrize("free", [(0, 24), (24, 0), (0.1, 24), (24, 0.1, 0)], ids=str)
+def test_a_gpu_without_room_gets_nothing_of_auto_and_the_others_all(graph: Graph, free: tuple[float, ...]) -> None:
+    formats = formats_of(graph)
+    most = make_plan(graph, formats, [Device("cuda", 24 * GIB)], context_length=512)
+    devices = [Device(f"cuda:{i}", int(one * GIB)) for i, one in enumerate(free)]
+    plan = make_plan(graph, formats, devices, context_length=512)
+    assert plan.rungs.offloaded == most.rungs.offloaded > 0
+    assert {name for name, one in plan.bytes.items() if one.total} == {"cpu", f"cuda:{free.index(24)}"}
+
+
+@pytest.mark.parametrize("split", [(1e308, 1e308), (5e-324, 5e-324)], ids=str)
+def test_shares_are_divided_whatever_their_size(graph: Graph, split: tuple[float, float]) -> None:
+    plan = make_plan(graph, formats_of(graph), [Device("cuda"), Device("cuda:1")], gpu_layers="all", tensor_split=split)
+    places = [plan.tensors[f"layers.{i}.mlp.down_proj.weight"] for i in range(graph.hp.num_layers)]
+    assert places == sorted(places)
+    assert places.count("cuda") == len(places) // 2
+
+
 def test_the_main_gpu_has_the_norm_and_the_head(graph: Graph) -> None:
     devices = [Device("cuda"), Device("cuda:1")]
     for main in (0, 1):
@@ -291,7 +309,20 @@ def test_devices_are_read_as_they_are_written(text: str, expected: list[Device])
 
 
 @pytest.mark.parametrize(
-    "text", ["", "cuda:", "cuda:x", "cuda:24", "cuda:24GiB:1", "cuda,cuda:0", "cpu:1GiB", "cuda:-1GB", "24GiB"]
+    "text",
+    [
+        "",
+        "cuda:",
+        "cuda:x",
+        "cuda:24",
+        "cuda:24GiB:1",
+        "cuda,cuda:0",
+        "cpu:1GiB",
+        "cuda:-1GB",
+        "24GiB",
+        "cuda:9999999TiB",
+        f"cuda:{'9' * 400}GB",
+    ],
 )
 def test_other_texts_are_no_devices(text: str) -> None:
     if text == "cuda:24":  # the twenty-fifth one

@@ -22,6 +22,8 @@ UNITS: Mapping[str, int] = MappingProxyType(
 ONE = re.compile(
     r"(?P<kind>[a-z]+)(?::(?P<index>[0-9]{1,3}))?(?::(?P<count>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[kmgt]?i?b))?", re.I
 )
+MOST = 1 << 60
+"""More bytes than any device has."""
 
 
 def parse_devices(text: str) -> list[Device]:
@@ -35,10 +37,12 @@ def parse_devices(text: str) -> list[Device]:
         if kind == "cpu":
             raise UsageError("cpu is no device to plan for: it is there always, and has what goes nowhere else.")
         name = kind + (f":{int(found['index'])}" if found["index"] else "")
-        free = int(float(found["count"]) * UNITS[found["unit"].lower()]) if found["unit"] else None
+        free = float(found["count"]) * UNITS[found["unit"].lower()] if found["unit"] else None
+        if free is not None and free > MOST:
+            raise UsageError(f"{name} is to have more than {MOST >> 40} TiB free; expected what a device may have.")
         if any(_same(device.name, name) for device in made):
             raise UsageError(f"{name} is named twice; expected each device once.")
-        made.append(Device(name, free))
+        made.append(Device(name, None if free is None else int(free)))
     return made
 
 

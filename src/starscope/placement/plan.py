@@ -10,7 +10,7 @@ Bytes follow from the tensors' shapes and formats, the real context and the valu
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -189,7 +189,7 @@ def check_options(
     if tensor_split is not None:
         if len(tensor_split) > max(len(devices), 1):
             raise UsageError(f"tensor_split has {len(tensor_split)} shares for {len(devices)} devices ({names}).")
-        if not all(math.isfinite(share) and share >= 0 for share in tensor_split) or not sum(tensor_split) > 0:
+        if not all(0 <= share <= sys.float_info.max for share in tensor_split) or not any(tensor_split):
             raise UsageError(
                 f"tensor_split is {','.join(map(str, tensor_split))}; expected shares from 0 on, not all 0."
             )
@@ -198,10 +198,10 @@ def check_options(
 def _shares(devices: Sequence[Device], tensor_split: Sequence[float] | None) -> list[float]:
     """A share for each device; those left out of the split get nothing."""
     if tensor_split is not None:
-        return [*tensor_split, *[0.0] * (len(devices) - len(tensor_split))]
-    free = [device.free for device in devices]
-    known = [float(one) for one in free if one]
-    return known if known and len(known) == len(free) else [1.0] * len(devices)
+        most = max(tensor_split)  # the sum of what is divided by it is finite
+        return [*(share / most for share in tensor_split), *[0.0] * (len(devices) - len(tensor_split))]
+    room = [max(0.0, float(device.free - device.margin)) for device in devices if device.free is not None]
+    return room if any(room) and len(room) == len(devices) else [1.0] * len(devices)
 
 
 @dataclass(frozen=True)
@@ -274,8 +274,9 @@ def _lacks(plan: Plan, *, margin: bool) -> tuple[Device, int] | None:
     for device in plan.devices:
         if device.free is not None:
             room = device.free - (device.margin if margin else 0)
-            if plan.bytes[device.name].total > room:
-                return device, plan.bytes[device.name].total - room
+            needed = plan.bytes[device.name].total
+            if needed > max(room, 0):  # without room, and with nothing on it, it lacks nothing
+                return device, needed - room
     return None
 
 
