@@ -117,7 +117,7 @@ class Tensor:
     give, for each of our rows, the row of the Hugging Face or of the GGUF tensor it is (None: the same). `tied_to`
     names the tensor that takes its place when it is absent. `always_f32`: never stored in a smaller type. `bias` and
     `when` may name a hyperparameter that says whether there is such a tensor. `made`: no checkpoint stores it, and
-    training leaves it alone; its values follow from the hyperparameters.
+    training leaves it alone; its values follow from the hyperparameters. `positive`: a file with others is refused.
     """
 
     name: str
@@ -131,6 +131,7 @@ class Tensor:
     tied_to: str | None = None
     when: str | None = None
     made: Callable[[HParams], np.ndarray] | None = None
+    positive: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ class Slot:
     gguf_rows: np.ndarray | None = field(compare=False, default=None)
     tied_to: str | None = None
     made: Callable[[], np.ndarray] | None = field(compare=False, default=None)
+    positive: bool = False
 
     @property
     def parameters(self) -> int:
@@ -239,6 +241,7 @@ def _slots_of_row(row: Tensor, hp: HParams, layer: int | None) -> list[Slot]:
         gguf_rows,
         tied_to=f"{row.tied_to}.weight" if row.tied_to else None,
         made=partial(row.made, hp) if row.made else None,
+        positive=row.positive,
     )
     if not (hp[row.bias] if isinstance(row.bias, str) else row.bias):
         return [weight]

@@ -13,7 +13,7 @@ import torch
 import starscope
 from families.suite import FamilySuite, prompt, reference
 from starscope.convert import convert
-from starscope.errors import CheckpointError, UnsupportedError
+from starscope.errors import CheckpointError, GGUFError, UnsupportedError
 from starscope.families import llama
 from starscope.family import make_hparams, read_config, write_config
 from starscope.gguf import read_gguf
@@ -135,6 +135,28 @@ def test_a_longer_context_with_dynamic_scaling_has_the_bits_of_its_whole_length(
         starscope.load(path, context_length=65)
 
 
+def test_dynamic_scaling_of_heads_with_one_frequency_is_refused(tmp_path: Path) -> None:
+    make_llama(tmp_path, kv_heads=2, head_dim=2)
+    edit_config(tmp_path, rope_parameters={"rope_theta": 10000.0, **SCALINGS["dynamic"]})  # type: ignore[dict-item]
+    assert starscope.load(tmp_path, context_length=128).context_length == 128
+    with pytest.raises(UnsupportedError, match="2 dimensions"):
+        starscope.load(tmp_path, context_length=129)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, 1e-44, float("nan")])
+def test_factors_that_frequencies_cannot_be_divided_by_are_refused(wrong: float, tmp_path: Path) -> None:
+    make_llama(tmp_path / "model", kv_heads=2, scaling="llama3")
+    path = convert(tmp_path / "model", tmp_path / "model.gguf", to="f32").out
+    with read_gguf(path) as file:
+        offset = file.tensors["rope_freqs.weight"].offset
+    starscope.load(path)
+    with path.open("r+b") as raw:
+        raw.seek(offset + 8)
+        raw.write(np.float32(wrong).tobytes())
+    with pytest.raises(GGUFError, match=r"rope_freqs\.weight holds .*expected numbers above 0"):
+        starscope.load(path)
+
+
 def test_linear_scaling_of_a_model_without_it_would_be_seen(tmp_path: Path) -> None:
     oracle = make_llama(tmp_path, scaling="linear")
     edit_config(tmp_path, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"})
@@ -203,7 +225,10 @@ def test_factors_of_another_converter_are_recognised_on_export(tmp_path: Path) -
         ({"rope_scaling": {"type": "linear"}}, "no factor"),
         ({"rope_scaling": "linear"}, "expected an object"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scale"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e-44}}, "rope_scale is 1e-44; expected a number from 1e-06"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 1e-300}}, "rope_dynamic"),
         ({"rope_theta": 0}, "rope_base"),
+        ({"rope_theta": 1e13}, r"above 1, up to 1e\+12"),
         ({"rope_theta": "high"}, "rope_theta"),
         ({"num_key_value_heads": 5}, "key heads"),
         ({"sliding_window": -1}, "sliding_window"),

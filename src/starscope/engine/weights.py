@@ -179,7 +179,17 @@ def open_weights(file: GGUFFile, family: Family, hp: HParams) -> tuple[HParams, 
     if family.fold:
         hp, folded = family.fold(hp, file)
         keep = {**keep, **folded}
-    return hp, Weights(family.slots(hp), GGUFSource(file, keep))
+    weights = Weights(family.slots(hp), GGUFSource(file, keep))
+    for slot in weights.slots.values():
+        if slot.positive:
+            _check_positive(file, slot, weights.source.read(slot))
+    return hp, weights
+
+
+def _check_positive(file: GGUFFile, slot: Slot, values: Array) -> None:
+    wrong = values[~(values >= np.finfo(np.float32).tiny)]  # NaN, and what has no finite reciprocal
+    if wrong.size:
+        raise GGUFError(f"{file.path}: {slot.gguf} holds {wrong[0]:g}; expected numbers above 0.")
 
 
 def _check_tensors(file: GGUFFile, family: Family, hp: HParams, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")  # the first two until transformers 5, then the last
-BASE = 10000.0
+BASE, MOST_BASE = 10000.0, 1e12
+LEAST_FACTOR = 1e-6  # frequencies are divided by such: they stay finite
 # The released scalings of LLaMA 3.1 and 3.2: a file of another converter has the factors alone.
 LLAMA3 = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))
 
@@ -85,7 +86,7 @@ IGNORED_TENSORS = ["model.layers.{i}.self_attn.rotary_emb.inv_freq"]  # frequenc
 TENSORS = [
     #      ours                                  GGUF                   HF                                      shape [out in]
     Tensor("embed_tokens",                       "token_embd",          "model.embed_tokens",                   "vocab_size hidden_size"),
-    Tensor("rope_freqs",                         "rope_freqs",          "rope_freqs",                           "rope_pairs", when="rope_factors",
+    Tensor("rope_freqs",                         "rope_freqs",          "rope_freqs",                           "rope_pairs", when="rope_factors", positive=True,
            made=lambda hp: llama3_factors(hp.qk_head_dim, hp.rope_base, hp.llama3_factor, hp.llama3_low, hp.llama3_high, hp.llama3_context)),
     Tensor("layers.{i}.input_layernorm",         "blk.{i}.attn_norm",   "model.layers.{i}.input_layernorm",     "hidden_size"),
     Tensor("layers.{i}.self_attn.q_proj",        "blk.{i}.attn_q",      "model.layers.{i}.self_attn.q_proj",    "q_size hidden_size", bias="qkv_bias",
@@ -211,10 +212,12 @@ def _check(hp: HParams) -> None:
     if not 0 < np.float32(hp.norm_epsilon) < 1:
         raise CheckpointError(f"norm_epsilon is {hp.norm_epsilon}; expected a number between 0 and 1.")
     for name in ("rope_scale", "rope_dynamic", "llama3_factor", "llama3_low", "llama3_high", "llama3_context"):
-        if not 0 < hp[name] <= 2**31 - 1:
-            raise CheckpointError(f"{name} is {short(hp[name])}; expected a positive number.")
-    if not 1 < hp.rope_base <= 1e12:
-        raise CheckpointError(f"rope_base is {short(hp.rope_base)}; expected a number above 1.")
+        if not LEAST_FACTOR <= hp[name] <= 2**31 - 1:
+            raise CheckpointError(
+                f"{name} is {short(hp[name])}; expected a number from {LEAST_FACTOR:g} to 2147483647."
+            )
+    if not 1 < hp.rope_base <= MOST_BASE:
+        raise CheckpointError(f"rope_base is {short(hp.rope_base)}; expected a number above 1, up to {MOST_BASE:g}.")
     if hp.rope_scaling == "none" and hp.rope_scale != 1:
         raise CheckpointError(f"rotary positions are scaled by {hp.rope_scale}, and by none; expected one of the two.")
     if hp.rope_factors and hp.llama3_low >= hp.llama3_high:
@@ -234,6 +237,10 @@ def _stretch(hp: HParams, length: int) -> HParams:
     trained = hp.context_length
     if not trained < length <= trained * hp.rope_dynamic:
         return hp
+    if hp.qk_head_dim == 2:
+        raise UnsupportedError(
+            "the one frequency of heads of 2 dimensions is no matter of the base.", hint=f"--ctx {trained} is the most."
+        )
     base = dynamic_base(hp.rope_base, hp.qk_head_dim, hp.rope_dynamic, trained, length)
     return hp.replace(context_length=length, rope_base=base)
 
