@@ -36,6 +36,8 @@ CONFIGS = {
     "r of zero": ({"r": 0}, CheckpointError, "rank"),
     "r of a fraction": ({"r": 2.5}, CheckpointError, "r is 2.5"),
     "alpha infinite": ({"lora_alpha": float("inf")}, CheckpointError, "lora_alpha is inf"),
+    "alpha beyond floats": ({"lora_alpha": 10**400}, CheckpointError, "lora_alpha"),
+    "a pattern beyond floats": ({"alpha_pattern": {"c_attn": 10**400}}, CheckpointError, "alpha_pattern"),
     "alpha a list": ({"lora_alpha": [1]}, CheckpointError, "lora_alpha"),
     "a flag as a text": ({"use_rslora": "yes"}, CheckpointError, "use_rslora"),
     "a pattern of texts": ({"rank_pattern": {"c_attn": "2"}}, CheckpointError, "rank_pattern"),
@@ -135,10 +137,20 @@ def test_a_cut_folder_is_an_error(checkpoint, tmp_path):
             load(checkpoint, tmp_path)
 
 
-@pytest.mark.parametrize("given", [3, [3], [("a", "b")], ("a", float("nan")), [("a", 1.0, 2)], None])
+@pytest.mark.parametrize(
+    "given", [3, [3], [("a", "b")], ("a", float("nan")), ("a", 1e39), ("a", 10**400), [("a", 1.0, 2)], None]
+)
 def test_lora_is_paths_and_scales(checkpoint, given):
     with pytest.raises((UsageError, TypeError)):
         starscope.load(checkpoint, engine="numpy", lora=given)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_scale_that_takes_values_out_of_float32_is_refused(checkpoint, whole, tmp_path):
+    extra = {f"{PREFIX}transformer.ln_f.weight": np.full(64, 4.0, np.float32)} if whole else {}
+    write_folder(tmp_path, CONFIG, {} if whole else {MODULE: (A, B * 100)}, extra)
+    with pytest.raises(CheckpointError, match="larger than a float32 holds"):
+        starscope.load(checkpoint, engine="numpy", lora=(tmp_path, 3e38))
 
 
 def test_a_base_without_adapters_is_refused(checkpoint):

@@ -10,6 +10,7 @@ megabyte of it:
 from __future__ import annotations
 
 import reprlib
+import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -41,6 +42,11 @@ def short(value: Any) -> str:
 def cut(text: str) -> str:
     """A name or another text, cut after 80 characters."""
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def is_finite(value: float) -> bool:
+    """Whether a number is finite as a float is: not NaN, infinite, or a whole number that no float holds."""
+    return abs(value) <= sys.float_info.max
 
 
 def is_of(value: Any, kind: type) -> bool:

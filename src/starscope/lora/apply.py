@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 
+from starscope.checkpoint.content import short
 from starscope.convert import encode_checked
 from starscope.engine.base import Array
 from starscope.engine.weights import Source, Weights
-from starscope.errors import InputError, UnsupportedError, UsageError
+from starscope.errors import CheckpointError, InputError, UnsupportedError, UsageError
 from starscope.family import Family, HParams, Slot
 from starscope.formats import Bytes, Format, decode, find_format
 from starscope.graph import Graph, adapter_names, record
@@ -28,6 +29,7 @@ from starscope.lora.peft import read_peft
 
 Given: TypeAlias = "str | os.PathLike[str] | tuple[str | os.PathLike[str], float]"
 """A PEFT folder or a GGUF file, alone or with a scale."""
+MOST_SCALE = float(np.finfo(np.float32).max)
 
 
 def read_adapter(path: str | os.PathLike[str], family: Family, hp: HParams) -> Adapter:
@@ -52,8 +54,10 @@ def as_given(given: Given | Sequence[Given]) -> list[tuple[Path, float]]:
     made: list[tuple[Path, float]] = []
     for one in several:
         path, scale = one if isinstance(one, tuple) and _is_scaled(one) else (one, 1.0)
-        if not isinstance(path, (str, os.PathLike)) or not np.isfinite(scale):
-            raise UsageError(f"lora is {one!r}; expected a path, or a path and a finite number.")
+        if not isinstance(path, (str, os.PathLike)) or not abs(scale) <= MOST_SCALE:
+            raise UsageError(
+                f"lora is {short(one)}; expected a path, or a path and a finite number, of at most {MOST_SCALE:g}."
+            )
         made.append((Path(path), float(scale)))
     return made
 
@@ -146,18 +150,29 @@ def combined(adapters: Sequence[tuple[Adapter, float]], weights: Weights) -> tup
         if scale == 0:
             continue
         for name, pair in adapter.pairs.items():
-            found.setdefault(name, []).append(Pair(pair.a, pair.b * np.float32(pair.scale * scale), 1.0))
+            with np.errstate(over="ignore", invalid="ignore"):
+                b = pair.b * np.float32(pair.scale * scale)
+            found.setdefault(name, []).append(Pair(pair.a, _within_float32(b, name, adapter, scale), 1.0))
         for name, values in adapter.whole.items():
             own = _float(weights.source, weights.slots, name)
             if np.array_equal(own, _as_stored(weights, name, values)):
                 continue  # PEFT saves embeddings that it has not changed, too
-            change = values if scale == 1 else whole.get(name, own) + np.float32(scale) * (values - own)
-            whole[name] = np.ascontiguousarray(change)
+            with np.errstate(over="ignore", invalid="ignore"):
+                change = values if scale == 1 else whole.get(name, own) + np.float32(scale) * (values - own)
+            whole[name] = np.ascontiguousarray(_within_float32(change, name, adapter, scale))
     pairs = {}
     for name, several in found.items():
         a, b = np.concatenate([p.a for p in several]), np.concatenate([p.b for p in several], axis=1)
         pairs[name] = Pair(a, np.ascontiguousarray(b), 1.0)
     return pairs, whole
+
+
+def _within_float32(values: Array, name: str, adapter: Adapter, scale: float) -> Array:
+    if np.isfinite(values).all():
+        return values
+    raise CheckpointError(
+        f"{adapter.path} times {scale:g} makes {name} larger than a float32 holds.", hint="Give a smaller scale."
+    )
 
 
 def _as_stored(weights: Weights, name: str, values: Array) -> Array:

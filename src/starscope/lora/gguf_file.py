@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from starscope.checkpoint.content import cut, is_of, short
+from starscope.checkpoint.content import cut, is_finite, is_of, short
 from starscope.errors import CheckpointError, UnsupportedError
 from starscope.family import ARCHITECTURE_KEY, Family, HParams, Slot
 from starscope.formats import decode, encode, find_format
@@ -90,7 +90,7 @@ def _check_kind(file: GGUFFile, family: Family) -> float:
     if TOKENS_KEY in file.metadata:
         raise UnsupportedError(f"{file.path} has {TOKENS_KEY}: it takes effect behind certain tokens alone.")
     alpha = file.get(ALPHA_KEY, 0.0)
-    if not is_of(alpha, float) or not np.isfinite(alpha):
+    if not is_of(alpha, float) or not is_finite(alpha):
         raise CheckpointError(f"{file.path}: {ALPHA_KEY} is {short(alpha)}; expected a number.")
     return float(alpha)
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from starscope.checkpoint import CheckpointTensor, StoredTensor, read_json, read_safetensors, read_torch_bin
-from starscope.checkpoint.content import cut, is_of, short, switch, typed
+from starscope.checkpoint.content import cut, is_finite, is_of, short, switch, typed
 from starscope.errors import CheckpointError, InputError, UnsupportedError
 from starscope.family import Family, HParams, Slot
 from starscope.formats import Floats
@@ -153,13 +153,13 @@ def _read_config(path: Path) -> dict[str, Any]:
             )
     for key in ("r", "lora_alpha"):
         value: Any = config.get(key)
-        if not is_of(value, int if key == "r" else float) or not math.isfinite(value) or value < 0:
+        if not is_of(value, int if key == "r" else float) or not is_finite(value) or value < 0:
             raise CheckpointError(f"{where}: {key} is {short(value)}; expected a number above 0.")
     switch(config, "use_rslora", False, where)
     for key in ("rank_pattern", "alpha_pattern"):
         table = config.get(key)
         if table is not None and not (
-            isinstance(table, dict) and all(is_of(n, float) and math.isfinite(n) and n > 0 for n in table.values())
+            isinstance(table, dict) and all(is_of(n, float) and is_finite(n) and n > 0 for n in table.values())
         ):
             raise CheckpointError(f"{where}: {key} is {short(table)}; expected modules with a number above 0 each.")
     typed(config, "bias", str, where)
