@@ -37,6 +37,19 @@ REDUNDANT_KEYS = {  # keys that some writers add under the architecture's prefix
     "attention.key_length": "qk_head_dim",
     "attention.value_length": "head_dim",
 }
+NEUTRAL: Mapping[str, tuple[float, ...]] = {  # keys that change the arithmetic of llama.cpp's models -> unless they say
+    "expert_count": (0,),
+    "attention.causal": (1,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "rope.scaling.attn_factor": (0, 1),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "use_parallel_residual": (0,),
+}
 LARGEST = {
     "num_layers": 512,
     **dict.fromkeys(
@@ -432,6 +445,11 @@ def hparams_from_metadata(family: Family, file: GGUFFile) -> HParams:
         if value is not None and (not is_of(value.data, int) or value.data != hp[name]):
             what = f"{family.gguf_architecture}.{key} is {short(value.data)}"
             raise GGUFError(f"{file.path}: {what}; expected {hp[name]}, which is what the rest of the file says.")
+    for key, neutral in NEUTRAL.items():
+        value = file.metadata.get(f"{family.gguf_architecture}.{key}")
+        if value is not None and not (isinstance(value.data, (bool, int, float)) and value.data in neutral):
+            what = f"{family.gguf_architecture}.{key} is {short(value.data)}"
+            raise UnsupportedError(f"{file.path}: {what}, which {family.name} does not compute here.")
     return hp
 
 

@@ -16,7 +16,8 @@ from starscope.convert import convert
 from starscope.errors import CheckpointError, GGUFError, UnsupportedError
 from starscope.families import llama
 from starscope.family import make_hparams, read_config, write_config
-from starscope.gguf import read_gguf
+from starscope.formats import find_format
+from starscope.gguf import OutputTensor, Value, boolean, f32, read_gguf, string, u32, write_gguf
 from starscope.rope import inverse_frequencies, llama3_factors, rotation
 from support.checkpoints import edit_config
 from support.llama_checkpoints import LLAMAS, SCALINGS, Llama, make_llama
@@ -155,6 +156,33 @@ def test_factors_that_frequencies_cannot_be_divided_by_are_refused(wrong: float,
         raw.write(np.float32(wrong).tobytes())
     with pytest.raises(GGUFError, match=r"rope_freqs\.weight holds .*expected numbers above 0"):
         starscope.load(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "neutral", "other"),
+    [
+        ("expert_count", u32(0), u32(8)),
+        ("attention.causal", boolean(True), boolean(False)),
+        ("rope.scaling.attn_factor", f32(1.0), f32(1.5)),
+        ("embedding_scale", f32(1.0), f32(12.0)),
+        ("final_logit_softcapping", f32(0.0), string("30")),
+    ],
+    ids=lambda one: one if isinstance(one, str) else None,
+)
+def test_a_file_that_wants_other_arithmetic_is_refused(key: str, neutral: Value, other: Value, tmp_path: Path) -> None:
+    make_llama(tmp_path / "model", kv_heads=2)
+    path = convert(tmp_path / "model", tmp_path / "model.gguf", to="f32").out
+    with read_gguf(path) as file:
+        stored = {**file.metadata, f"llama.{key}": neutral}
+        outputs = [
+            OutputTensor(name, info.shape, find_format("F32"), lambda name=name: [file.read(name)])  # type: ignore[misc]
+            for name, info in file.tensors.items()
+        ]
+        write_gguf(tmp_path / "neutral.gguf", stored, outputs)
+        write_gguf(tmp_path / "other.gguf", {**stored, f"llama.{key}": other}, outputs)
+    assert starscope.load(tmp_path / "neutral.gguf", engine="numpy")
+    with pytest.raises(UnsupportedError, match=f"{key} is .*does not compute here"):
+        starscope.load(tmp_path / "other.gguf", engine="numpy")
 
 
 def test_linear_scaling_of_a_model_without_it_would_be_seen(tmp_path: Path) -> None:
