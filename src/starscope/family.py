@@ -211,6 +211,7 @@ class Family:
     layouts: Mapping[str, Callable[[Mapping[str, CheckpointTensor]], Mapping[str, CheckpointTensor]]] = field(
         default_factory=dict
     )  # by the name of a Hugging Face class that stores its tensors otherwise than the table says
+    # What a file's tensors say that its keys do not: the sizes, and the rows to keep of tensors that have more.
     fold: Callable[[HParams, GGUFFile], tuple[HParams, Mapping[str, np.ndarray]]] | None = None
     expand: Callable[[HParams], tuple[Mapping[str, np.ndarray], Mapping[str, int]]] | None = None
     config: Callable[[HParams], Config] | None = None  # the keys that HPARAMS' functions read, from what they gave

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -234,11 +235,38 @@ def test_what_is_usual_is_not_written_and_what_is_not_is(tmp_path: Path) -> None
     assert {key: other[f"llama.{key}"] for key in wanted} == wanted
 
 
-def test_factors_of_another_converter_are_recognised_on_export(tmp_path: Path) -> None:
-    config = {**CODE_LLAMA, "rope_scaling": {**SCALINGS["llama3"], "original_max_position_embeddings": 8192}}  # type: ignore[dict-item]
-    hp = read_config(FAMILY, config)
-    assert hp.rope_factors
-    assert write_config(FAMILY, hp)["rope_scaling"]["factor"] == 8.0
+@pytest.mark.parametrize(("trained", "known"), [(8192, True), (32, False)])
+def test_factors_of_another_converter_are_recognised_or_refused_on_export(
+    tmp_path: Path, trained: int, known: bool
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from starscope.train.export import export_gguf
+
+    oracle = make_llama(tmp_path / "hf", scaling="llama3", theta=5e5, head_dim=32)
+    oracle.config.rope_parameters["original_max_position_embeddings"] = trained
+    oracle.save_pretrained(tmp_path / "hf")
+    converted = convert(tmp_path / "hf", tmp_path / "ours.gguf", to="f32").out
+    with read_gguf(converted) as file:  # as llama.cpp's converter writes it: the factors and nothing about them
+        kept = {key: value for key, value in file.metadata.items() if ".llama3." not in key}
+        assert len(kept) < len(file.metadata)
+        tensors = [
+            OutputTensor(name, info.shape, info.format, partial(lambda data: [data], file.read(name)))
+            for name, info in file.tensors.items()
+            if info.format is not None
+        ]
+        write_gguf(tmp_path / "other.gguf", kept, tensors)
+    ids = prompt(320, 40)
+    other = starscope.load(tmp_path / "other.gguf", engine="numpy")
+    assert (other.forward(ids) == starscope.load(converted, engine="numpy").forward(ids)).all()
+    if not known:
+        with pytest.raises(UnsupportedError, match="no scaling that a config says"):
+            export_gguf(tmp_path / "other.gguf", tmp_path / "again")
+        return
+    export_gguf(tmp_path / "other.gguf", tmp_path / "again")
+    assert config_of(tmp_path / "again")["rope_scaling"]["factor"] == 8.0
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
+    assert ulps(reference(again, ids), other.forward(ids)[0]) <= 32
 
 
 @pytest.mark.parametrize(

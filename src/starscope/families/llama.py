@@ -17,9 +17,11 @@ import numpy as np
 from starscope.checkpoint.content import short, typed
 from starscope.errors import CheckpointError, UnsupportedError
 from starscope.family import Family, HParam, HParams, Module, Tensor
+from starscope.formats import decode
 from starscope.rope import dynamic_base, llama3_factors
 
 if TYPE_CHECKING:
+    from starscope.gguf.reader import GGUFFile
     from starscope.graph import Edge, Recorder
 
 CONFIG = "config.json"
@@ -27,6 +29,7 @@ ROPE = ("rope_theta", "rope_scaling", "rope_parameters")  # the first two until 
 BASE, MOST_BASE = 10000.0, 1e12
 LEAST_FACTOR = 1e-6  # frequencies are divided by such: they stay finite
 # The released scalings of LLaMA 3.1 and 3.2: a file of another converter has the factors alone.
+ROPE_FREQS = "rope_freqs.weight"
 LLAMA3 = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))
 
 HPARAMS = [
@@ -46,7 +49,7 @@ HPARAMS = [
     HParam("rope_scale",        "rope.scaling.factor",           lambda c: _scaling(c, "linear")["factor"], reads=ROPE, kind=float, default=1.0, also=("rope.scale_linear",), optional=True),
     HParam("rope_scaling",      "rope.scaling.type",             lambda c: None, kind=str, default=lambda hp: "none" if hp["rope_scale"] == 1 else "linear", choices={"none": "none", "linear": "linear"}, optional=True),
     HParam("rope_dynamic",      "rope.scaling.dynamic_factor",   lambda c: _scaling(c, "dynamic")["factor"], reads=ROPE, kind=float, default=1.0, optional=True),
-    HParam("rope_factors",      None,                            lambda c: _rope(c)["rope_type"] == "llama3", reads=ROPE, kind=bool, default=False, tensor="rope_freqs.weight"),
+    HParam("rope_factors",      None,                            lambda c: _rope(c)["rope_type"] == "llama3", reads=ROPE, kind=bool, default=False, tensor=ROPE_FREQS),
     HParam("llama3_factor",     "rope.scaling.llama3.factor",    lambda c: _scaling(c, "llama3")["factor"], reads=ROPE, kind=float, default=1.0, optional=True),
     HParam("llama3_low",        "rope.scaling.llama3.low_freq_factor", lambda c: _scaling(c, "llama3")["low_freq_factor"], reads=ROPE, kind=float, default=1.0, optional=True),
     HParam("llama3_high",       "rope.scaling.llama3.high_freq_factor", lambda c: _scaling(c, "llama3")["high_freq_factor"], reads=ROPE, kind=float, default=4.0, optional=True),
@@ -245,10 +248,29 @@ def _stretch(hp: HParams, length: int) -> HParams:
     return hp.replace(context_length=length, rope_base=base)
 
 
+def _recognise(hp: HParams, file: GGUFFile) -> tuple[HParams, Mapping[str, np.ndarray]]:
+    """What LLaMA 3's factors were made of: other converters write the factors and not that. Rows stay as they are.
+
+    llama3_factor is 1 when they are those of no scaling that is known: they are run with, and no config can say them.
+    """
+    if not hp.rope_factors:
+        return hp, {}
+    info = file.info(ROPE_FREQS)
+    stored = decode(info.format, file.read(ROPE_FREQS)).ravel() if info.format else np.empty(0)
+    names = ("llama3_factor", "llama3_low", "llama3_high", "llama3_context")
+    for values in (tuple(hp[name] for name in names), *LLAMA3):
+        made = llama3_factors(hp.qk_head_dim, hp.rope_base, *values)
+        if stored.shape == made.shape and np.allclose(stored, made, rtol=1e-4, atol=0):
+            return hp.replace(**dict(zip(names, values, strict=True))), {}
+    return hp.replace(llama3_factor=1.0), {}
+
+
 def _config(hp: HParams) -> Mapping[str, Any]:
     """The keys of rotary positions, in the form that old and new transformers read, and Mistral's name where it is one."""
     scaling: dict[str, Any] | None = None
     if hp.rope_factors:
+        if hp.llama3_factor == 1:
+            raise UnsupportedError("the factors of its rotary frequencies are those of no scaling that a config says.")
         values = (hp.llama3_factor, hp.llama3_low, hp.llama3_high, hp.llama3_context)
         scaling = {"rope_type": "llama3", **dict(zip(SCALINGS["llama3"], values, strict=True))}
     elif hp.rope_dynamic != 1:
@@ -296,6 +318,7 @@ FAMILY = Family(
     notes=NOTES,
     usual=lambda given: {"intermediate_size": -(-given["hidden_size"] * 8 // 96) * 32, "num_kv_heads": given["num_heads"]},
     stretch=_stretch,
+    fold=_recognise,
     config=_config,
     tied_by_default=False,
 )  # fmt: skip
