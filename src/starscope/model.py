@@ -391,10 +391,7 @@ def load(
     UnsupportedError for what it does not do or a GPU that is not there, DoesNotFitError for one that is too small.
     """
     began = time.perf_counter()
-    path = find_model(model)
-    family, hp, weights, tokenizer, notes = _open_folder(path) if path.is_dir() else _open_file(path)
-    if family.stretch and context_length is not None:
-        hp = family.stretch(hp, context_length)
+    path, (family, hp, weights, tokenizer, notes) = _open(model, context_length)
     if adapters := as_given(lora):
         base = None if lora_base is None else open_base(lora_base, weights)
         graph, weights, told = adapt(family, hp, weights, adapters, base)
@@ -409,20 +406,16 @@ def load(
     return Model(path, weights, tokenizer, placed.engine, notes, time.perf_counter() - began, placed)
 
 
-def open_graph(model: str | Path, context_length: int | None = None) -> tuple[Path, Graph, Mapping[str, str]]:
-    """A model's path, its recorded forward pass, and how each tensor is stored; no weights are read."""
-    path = find_model(model)
-    family, hp, weights, _, _ = _open_folder(path) if path.is_dir() else _open_file(path)
-    if family.stretch and context_length is not None:
-        hp = family.stretch(hp, context_length)
+def open_graph(model: str | Path, context_length: int | None = None) -> tuple[Graph, Mapping[str, str]]:
+    """A model's recorded forward pass, and how each tensor is stored; no weights are read."""
+    _, (family, hp, weights, _, _) = _open(model, context_length)
     graph = record(family, hp)
-    return path, graph, formats_of(graph, weights)
+    return graph, formats_of(graph, weights)
 
 
 def open_base(model: str | Path, weights: Weights) -> Weights:
     """The weights of a model that is the same but for its formats. InvalidContentError when it is another."""
-    path = find_model(model)
-    found = (_open_folder(path) if path.is_dir() else _open_file(path))[2]
+    path, (_, _, found, _, _) = _open(model)
     for name in {**weights.slots, **found.slots}:
         shapes = [list(of.slots[name].shape) if name in of.slots else "not there" for of in (found, weights)]
         if shapes[0] != shapes[1]:
@@ -453,6 +446,15 @@ def find_model(model: str | Path) -> Path:
 
 
 Opened = tuple[Family, HParams, Weights, Tokenizer, list[str]]
+
+
+def _open(model: str | Path, context_length: int | None = None) -> tuple[Path, Opened]:
+    """What MODEL names, opened; with the sizes for a context that was asked for, where the family knows longer ones."""
+    path = find_model(model)
+    family, hp, weights, tokenizer, notes = _open_folder(path) if path.is_dir() else _open_file(path)
+    if family.stretch and context_length is not None:
+        hp = family.stretch(hp, context_length)
+    return path, (family, hp, weights, tokenizer, notes)
 
 
 def _open_file(path: Path) -> Opened:

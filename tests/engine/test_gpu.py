@@ -152,8 +152,8 @@ def test_a_step_is_recorded_once_a_window_and_old_ones_are_let_go(monkeypatch: p
     assert made == [8, 16, 24]
     for _ in range(20):
         decoded(engine, [[1]], 1)
-    assert engine._recorder is not None
-    assert len(engine._recorder._steps) <= static.RECORDED
+    assert engine.recorder is not None
+    assert len(engine.recorder._steps) <= static.RECORDED
 
 
 RECORDED = static._Recorded
@@ -185,14 +185,14 @@ def test_the_second_step_is_captured_and_later_ones_replayed_or_run_where_that_f
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(FakeGraph, "replays", 0)
     engine = make_engine(graph_of(), "Q8_0")
-    assert engine._recorder is not None
+    assert engine.recorder is not None
     run, runs = engine.run, list[int]()
     monkeypatch.setattr(engine, "run", lambda *given, **more: (runs.append(1), run(*given, **more)))
     caches = [engine.new_cache(), engine.new_cache()]
     for cache in caches:
         engine.forward([[1, 2, 3]], [cache])
         engine.forward([[4]], [cache])
-        *_, one = engine._recorder._steps.values()
+        *_, one = engine.recorder._steps.values()
         one._positions = OnCuda(one._positions)  # type: ignore[assignment]
         runs.clear()
         for i in range(5):
@@ -213,13 +213,13 @@ class OnCuda:
 
 def test_a_recorded_step_keeps_no_sequence_alive_and_goes_with_it() -> None:
     engine = make_engine(graph_of(), "F32")
-    assert engine._recorder is not None
+    assert engine.recorder is not None
     texts = [weakref.ref(cache) for cache in decoding_caches(engine, 3)]
-    assert len(engine._recorder._steps) == 3
+    assert len(engine.recorder._steps) == 3
     gc.collect()
     assert [text() for text in texts] == [None] * 3
     [kept] = decoding_caches(engine, 1)
-    assert len(engine._recorder._steps) == 1
+    assert len(engine.recorder._steps) == 1
     assert kept.length == 2
 
 

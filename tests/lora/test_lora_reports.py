@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import starscope
 from starscope.errors import CheckpointError
 from support.adapters import halves, write_folder
+from support.reports import assert_tests_are_there
 
 TESTS = Path(__file__).parent
 
@@ -52,16 +52,9 @@ REPORTS = {
 }
 
 
-def functions_in(path: Path) -> set[str]:
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    return {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-
-
 @pytest.mark.parametrize("report", REPORTS)
 def test_each_report_names_tests_that_exist(report):
-    for named in REPORTS[report]:
-        file, _, test = named.partition(": ")
-        assert test in functions_in(TESTS / file), named
+    assert_tests_are_there(REPORTS[report], TESTS)
 
 
 def test_an_output_matrix_with_padded_rows_takes_an_adapter_of_the_unpadded_one(checkpoint, tmp_path):

@@ -72,33 +72,28 @@ for _option in reversed(PLACE_OPTIONS[:-1]):  # --mtest is this verb
 
 def tell_plan(session: Session, model: str, where: EngineArguments, devices: str | None = None) -> None:
     """Print the plan for a model, on named devices or on those that are there."""
-    from starscope.engine.base import check_context_length
     from starscope.engine.split.choose import Placing, find_devices
     from starscope.errors import UnsupportedError
     from starscope.model import open_graph
-    from starscope.placement import make_plan, parse_devices
+    from starscope.placement import parse_devices
 
     named = None if devices is None else parse_devices(devices)
-    _, graph, formats = open_graph(model, where["context_length"])
-    check_context_length(graph, where["context_length"])
-    placing = Placing(where["gpu_layers"], where["low_vram"], where["kv_offload"], where["main_gpu"])
+    graph, formats = open_graph(model, where["context_length"])
+    shares = where["tensor_split"]
+    placing = Placing(
+        where["gpu_layers"],
+        where["low_vram"],
+        where["kv_offload"],
+        where["main_gpu"],
+        None if shares is None else tuple(shares),
+    )
     found = find_devices(where["device"], placing) if named is None else named
     if not found and placing.asks_for_a_gpu:
         raise UnsupportedError(
             f"{where['gpu_layers']} layers are to be on a GPU and there is none.",
             hint="Name one to plan for: --devices cuda:24GiB.",
         )
-    made = make_plan(
-        graph,
-        formats,
-        found,
-        gpu_layers=where["gpu_layers"],
-        context_length=where["context_length"],
-        low_vram=where["low_vram"],
-        kv_offload=where["kv_offload"],
-        main_gpu=where["main_gpu"],
-        tensor_split=where["tensor_split"],
-    )
+    made = placing.plan(graph, formats, found, where["context_length"])
     if session.json:
         session.document(made.as_document())
         return

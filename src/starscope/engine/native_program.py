@@ -54,25 +54,24 @@ class Compiler:
 
     def compile(self) -> Compiled:
         for op in self.graph.ops:
-            if op.index not in self.done:
-                handler = getattr(self, f"_{op.kind}", None)
-                if handler is None:
-                    raise UnsupportedError(
-                        f"the native engine has no {op.kind}, which {self.graph.family.name} needs.",
-                        hint="Use the torch or numpy engine.",
-                    )
-                handler(op)
+            self._add_op(op)
             for edge in op.outputs:
                 if edge in self.edited:
                     self._edit(op, edge)
             self.ends.append(len(self.instructions))
-        beside: dict[int, int] = {}
-        if self.split:
-            for layer, fields in self.attentions.items():
-                beside[layer] = len(self.instructions)
-                for kind in ("scores", "softmax", "mix"):
-                    self._emit(kind, **fields)
-        return self._finish(beside)
+        return self._finish()
+
+    def _add_op(self, op: Op) -> None:
+        """The instructions of an operation that went into no other's."""
+        if op.index in self.done:
+            return
+        handler = getattr(self, f"_{op.kind}", None)
+        if handler is None:
+            raise UnsupportedError(
+                f"the native engine has no {op.kind}, which {self.graph.family.name} needs.",
+                hint="Use the torch or numpy engine.",
+            )
+        handler(op)
 
     # Operations, by the name of their kind.
 
@@ -410,7 +409,13 @@ class Compiler:
     def _emit(self, kind: str, **fields: Any) -> None:
         self.instructions.append((kind, fields))
 
-    def _finish(self, beside: dict[int, int]) -> Compiled:
+    def _finish(self) -> Compiled:
+        beside: dict[int, int] = {}
+        if self.split:
+            for layer, fields in self.attentions.items():
+                beside[layer] = len(self.instructions)
+                for kind in ("scores", "softmax", "mix"):
+                    self._emit(kind, **fields)
         number, widths = share(self.slots)
         made = [self._instruction(kind, fields, number) for kind, fields in self.instructions]
         views = {

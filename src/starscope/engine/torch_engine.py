@@ -88,7 +88,7 @@ class TorchEngine:
         for name, slot in weights.slots.items():
             if slot.tied_to and weights.is_tied(name):
                 self.weights[name] = self.weights[slot.tied_to]
-        self._recorder = Recorder(self) if self.ways.recorded else None
+        self.recorder = Recorder(self) if self.ways.recorded else None
         self.fusions = _fusable(graph)
         self._told = [_tell(graph, op) for op in graph.ops]
 
@@ -163,8 +163,8 @@ class TorchEngine:
             values: dict[int, Any] = {
                 i: torch.from_numpy(np.ascontiguousarray(v)).to(self._device) for i, v in known.items()
             }
-            if self._recorder is not None and self._recorder.fits(batch):
-                self._recorder.run(batch, values, start, len(self.graph.ops))
+            if self.recorder is not None and self.recorder.fits(batch):
+                self.recorder.run(batch, values, start, len(self.graph.ops))
             else:
                 self.run(self.step(batch), values, start, len(self.graph.ops))
         batch.advance()

@@ -7,7 +7,7 @@ trained, and is told apart from it at the end: `adapter/` is a PEFT folder, `ada
     job = AdapterJob(resolve({"start": "base.gguf", "data": ("src/",), "rank": 8}), Path("out"))
     job.prepare()
     if job.train().signal is None:
-        job.finish()
+        job.write()
 """
 
 from __future__ import annotations

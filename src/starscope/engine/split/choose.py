@@ -1,6 +1,7 @@
 """Which engine runs a graph where, from what somebody asked for: devices by name or whatever there is, layers, options.
 
-    engine, told = place(graph, weights, "auto", "auto", Placing(gpu_layers="auto"))
+    placed = place(graph, weights, "auto", "auto", Placing(gpu_layers="auto"))
+    placed.engine, placed.told
 
 Never silent: a GPU that was asked for and is not there is UnsupportedError, one that is too small DoesNotFitError; only
 `auto` takes less, and `told` says so.
@@ -9,6 +10,7 @@ Never silent: a GPU that was asked for and is not there is UnsupportedError, one
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +44,23 @@ class Placing:
     @property
     def is_default(self) -> bool:
         return self == Placing()
+
+    def plan(
+        self, graph: Graph, formats: Mapping[str, str], devices: Sequence[Device], context_length: int | None
+    ) -> Plan:
+        """The plan for these devices. ContextOverflowError for positions that the model does not have."""
+        check_context_length(graph, context_length)
+        return make_plan(
+            graph,
+            formats,
+            devices,
+            gpu_layers=self.gpu_layers,
+            context_length=context_length,
+            low_vram=self.low_vram,
+            kv_offload=self.kv_offload,
+            main_gpu=self.main_gpu,
+            tensor_split=self.tensor_split,
+        )
 
 
 @dataclass(frozen=True)
@@ -90,19 +109,7 @@ def place(
         return _on_host(
             graph, weights, engine, device if is_plain and placing.gpu_layers != 0 else HOST, placing, options
         )
-    check_context_length(graph, context_length)
-    formats = formats_of(graph, weights)
-    plan = make_plan(
-        graph,
-        formats,
-        devices,
-        gpu_layers=placing.gpu_layers,
-        context_length=context_length,
-        low_vram=placing.low_vram,
-        kv_offload=placing.kv_offload,
-        main_gpu=placing.main_gpu,
-        tensor_split=placing.tensor_split,
-    )
+    plan = placing.plan(graph, formats_of(graph, weights), devices, context_length)
     if plan.is_on_host:
         placed = _on_host(graph, weights, engine, HOST, placing, options)
         return replace(placed, plan=plan, report=tuple(plan.report()), fallback=plan.shortfall)

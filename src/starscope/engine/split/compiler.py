@@ -7,7 +7,6 @@ range of its instructions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +16,6 @@ from starscope.engine.native_engine import NativeEngine
 from starscope.engine.native_program import Compiler
 from starscope.engine.native_slots import Compiled, Place, Slot
 from starscope.engine.weights import Weights
-from starscope.errors import UnsupportedError
 from starscope.graph import Graph, Op
 
 HEADS = frozenset({"split_heads", "rope", "cache", "scores"})
@@ -45,27 +43,19 @@ class PartCompiler(Compiler):
                     self._read(edge)  # whoever takes it finds it there until now
         for op in self.graph.ops:
             self.ends.append(after.get(op.index, self.ends[-1]))
-        beside: dict[int, int] = {}
-        if self.split:
-            for layer, fields in self.attentions.items():
-                beside[layer] = len(self.instructions)
-                for kind in ("scores", "softmax", "mix"):
-                    self._emit(kind, **fields)
         self._add_logits()
-        return self._finish(beside)
+        return self._finish()
 
     def _run(self, ops: Sequence[int], after: dict[int, int]) -> None:
         graph = self.graph
         for edges in self._entering(ops):
             slot, column = self._new_slot(*edges), 0
             for edge in edges:
-                cols = math.prod(int(axis) for axis in graph.edges[edge].axes[1:])
+                cols = self._columns(edge)
                 self.places[edge] = Place(slot.slot, column, cols)
                 column += cols
         for number in ops:
-            op = graph.ops[number]
-            if number not in self.done:
-                getattr(self, f"_{op.kind}", self._refuse)(op)
+            self._add_op(graph.ops[number])
             after[number] = len(self.instructions)
         for edge in {edge for number in ops for edge in graph.ops[number].outputs} & self.places.keys():
             if any(reader not in self.own for reader in graph.consumers[edge]):
@@ -80,12 +70,6 @@ class PartCompiler(Compiler):
                 if producer is not None and producer not in self.own and edge not in self.places:
                     (heads if graph.ops[number].kind in HEADS else found)[edge] = None
         return [[edge] for edge in found if edge not in heads] + ([list(heads)] if heads else [])
-
-    @staticmethod
-    def _refuse(op: Op) -> None:
-        raise UnsupportedError(
-            f"the native engine has no {op.kind}, which this family needs.", hint="Use the torch or numpy engine."
-        )
 
     def _follower(self, edge: int, kinds: tuple[str, ...]) -> Op | None:
         found = super()._follower(edge, kinds)

@@ -58,7 +58,7 @@ class TorchStep:
         self._engine, self._device = engine, torch.device(engine.device)
         self._batch = batch
         self._step = engine.step(batch) if batch.caches else Step([], None)  # without caches: nothing attends
-        recorder = engine._recorder if whole else None
+        recorder = engine.recorder if whole else None
         self._recorder = recorder if recorder is not None and recorder.fits(batch) else None
         self._known = known
         self._values: dict[int, Any] = {}

@@ -28,8 +28,8 @@ class PartWeights(Weights):
         return self._whole.rows(name, indices)
 
     def forget(self, name: str) -> None:
-        slot = self._whole.slots.get(name)
-        self._whole.forget(slot.tied_to if slot and slot.tied_to and self._whole.is_tied(name) else name)
+        slot = self._whole.slots[name]
+        self._whole.forget(slot.tied_to if slot.tied_to and self._whole.is_tied(name) else name)
 
 
 class _PartSource:
