@@ -14,7 +14,7 @@ import pytest
 from starscope import __version__, errors
 from starscope.cli import app as app_module
 from starscope.cli.app import VERBS, app, as_starscope_error
-from starscope.cli.common import ENGINE_NAMES
+from starscope.cli.engines import ENGINE_NAMES
 from starscope.cli.signals import Stopped
 from support.users import ordinary_user, reachable_folder
 

@@ -104,3 +104,21 @@ def test_load_places_as_the_command_line_does():
     model = starscope.load("demo", gpu_layers="auto", low_vram=True)
     assert model.placed.fallback is not None
     assert model.placed.fallback in model.notes
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ["run", "demo", "x", "-n", "1"],
+        ["perplexity", "demo", __file__],
+        ["trace", "demo", "x", "--value", "logits"],
+        ["bench", "demo", "-p", "8", "-n", "2", "-d", "0", "-b", "1", "--repeat", "1"],
+    ],
+    ids=lambda verb: verb[0],
+)
+def test_what_was_asked_for_and_is_not_so_is_a_line_and_a_field_of_every_verb(call, verb):
+    assert "placement" not in json.loads(call(*verb, "--json").stdout)
+    result = call(*verb, "--low-vram", "--json")
+    fallback = json.loads(result.stdout)["placement"]["fallback"]
+    assert "low VRAM" in fallback
+    assert fallback in result.stderr

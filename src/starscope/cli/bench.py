@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from starscope.cli.adapting import LoraArguments, lora_options
-from starscope.cli.common import MODEL, EngineArguments, Session, engine_options, everywhere, json_option, load_model
+from starscope.cli.common import MODEL, Session, everywhere, json_option
+from starscope.cli.engines import EngineArguments, engine_options, load_model, placement
 from starscope.cli.units import bytes_text
 from starscope.errors import UsageError
 
@@ -98,7 +99,7 @@ def bench(
     with progress_line(session) as progress:
         found = measure(loaded, prompt, steps, depths, batches, repeat, progress=progress)
     if session.json:
-        session.document(as_document(found, loaded, prompt, steps, repeat))
+        session.document({**as_document(found, loaded, prompt, steps, repeat), **placement(loaded)})
     else:
         session.write(as_text(found, prompt, steps))
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from starscope import __version__
-from starscope.cli.common import EngineArguments, Session, engine_options, everywhere, headline
+from starscope.cli.common import Session, everywhere
+from starscope.cli.engines import EngineArguments, engine_options, headline
 from starscope.cli.units import bytes_text, count_text
 
 if TYPE_CHECKING:

@@ -8,19 +8,9 @@ import time
 import click
 
 from starscope.cli.adapting import LoraArguments, lora_options
-from starscope.cli.common import (
-    MODEL,
-    PATH,
-    EngineArguments,
-    Session,
-    engine_options,
-    everywhere,
-    json_option,
-    load_model,
-    read_file,
-    utf8,
-)
+from starscope.cli.common import MODEL, PATH, Session, everywhere, json_option, read_file, utf8
 from starscope.cli.editing import Source, edit_options, with_edits
+from starscope.cli.engines import EngineArguments, engine_options, load_model, placement
 from starscope.cli.progress import byte_progress
 from starscope.cli.units import plural
 from starscope.errors import InvalidContentError
@@ -72,7 +62,7 @@ def perplexity(
         "bytes": found.bytes,
     }
     if session.json:
-        session.document(document)
+        session.document({**document, **placement(loaded)})
     else:
         for name, value in document.items():
             session.write(f"{name:<13}  {value:.4f}\n" if isinstance(value, float) else f"{name:<13}  {value}\n")

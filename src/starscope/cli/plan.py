@@ -6,15 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from starscope.cli.common import (
-    CONTEXT_OPTION,
-    MODEL,
-    PLACE_OPTIONS,
-    EngineArguments,
-    Session,
-    everywhere,
-    json_option,
-)
+from starscope.cli.common import MODEL, Session, everywhere, json_option
+from starscope.cli.engines import CONTEXT_OPTION, PLACE_OPTIONS, EngineArguments
 from starscope.cli.units import bytes_text
 
 if TYPE_CHECKING:

@@ -8,20 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from starscope.cli.adapting import LoraArguments, lora_options
-from starscope.cli.common import (
-    MODEL,
-    EngineArguments,
-    Session,
-    engine_options,
-    everywhere,
-    json_option,
-    load_model,
-    load_tokenizer,
-    placement,
-    text_argument,
-    text_or_stdin,
-)
+from starscope.cli.common import MODEL, Session, everywhere, json_option, load_tokenizer, text_argument, text_or_stdin
 from starscope.cli.editing import Source, edit_options, with_edits
+from starscope.cli.engines import EngineArguments, engine_options, load_model, placement
 from starscope.cli.infilling import infill_options
 from starscope.cli.sampling import sampling_options
 from starscope.cli.units import plural

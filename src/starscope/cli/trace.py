@@ -11,17 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from starscope.cli.adapting import LoraArguments, lora_options
-from starscope.cli.common import (
-    MODEL,
-    PATH,
-    EngineArguments,
-    Session,
-    engine_options,
-    everywhere,
-    json_option,
-    load_model,
-    text_or_stdin,
-)
+from starscope.cli.common import MODEL, PATH, Session, everywhere, json_option, text_or_stdin
+from starscope.cli.engines import EngineArguments, engine_options, load_model, placement
 from starscope.cli.units import plural
 from starscope.errors import UsageError
 
@@ -100,7 +91,7 @@ def trace(
         size = cache.save(out, chosen, force=force)
         session.note(f"{plural(len(chosen), 'value')}, {size:,} bytes -> {out}")
     elif session.json:
-        session.document(as_document(cache, chosen))
+        session.document({**as_document(cache, chosen), **placement(loaded)})
     else:
         session.write("".join(f"{line}\n" for name in chosen for line in describe(cache, name)))
 
