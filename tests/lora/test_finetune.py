@@ -85,7 +85,7 @@ def test_it_begins_at_the_model_itself(checkpoint, data, tmp_path):
 def test_what_is_written_is_what_was_trained_for_peft_and_for_llama_cpp(base, data, request, tmp_path):
     folder = request.getfixturevalue(base)
     job = run(make_job(folder, data, tmp_path / "out", alpha=10.0, targets=("all-linear", "up_proj:2", "lm_head:3")))
-    made = job.write()
+    made = job.finish()
     [wanted] = job.trainer.engine.forward([IDS], None, "all")
     ours = [
         starscope.load(folder, lora=path).engine.forward([IDS], None, "all")[0] for path in (made.folder, made.file)
@@ -99,7 +99,7 @@ def test_what_is_written_is_what_was_trained_for_peft_and_for_llama_cpp(base, da
 def test_a_quantized_model_is_finetuned_and_runs_with_its_adapter(checkpoint, data, tmp_path):
     file = convert(checkpoint, tmp_path / "base.gguf", to="q8_0").out
     job = run(make_job(file, data, tmp_path / "out", steps=30))
-    made = job.write(merge=True)
+    made = job.finish(merge=True)
     [wanted] = job.trainer.engine.forward([IDS], None, "all")
     plain, *adapted = (
         starscope.load(path, engine="native", lora=lora).engine.forward([IDS], None, "all")[0]
@@ -114,7 +114,7 @@ def test_interrupted_and_resumed_is_uninterrupted_byte_for_byte(checkpoint, data
     whole = run(make_job(checkpoint, data, tmp_path / "whole"))
     run(make_job(checkpoint, data, tmp_path / "parts", steps=stop, decay_steps=6))
     parts = run(make_job(checkpoint, data, tmp_path / "parts", decay_steps=6), resume=True)
-    made = [job.write() for job in (whole, parts)]
+    made = [job.finish() for job in (whole, parts)]
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (made[0].folder / name).read_bytes() == (made[1].folder / name).read_bytes()
     assert made[0].file.read_bytes() == made[1].file.read_bytes()
@@ -128,7 +128,7 @@ def test_it_goes_on_from_the_middle_of_an_accumulation(checkpoint, data, tmp_pat
     assert parts.trainer.train_step(lambda: True) is None
     parts.trainer.save()
     again = run(make_job(checkpoint, data, tmp_path / "parts", accumulation=4), resume=True)
-    assert whole.write().file.read_bytes() == again.write().file.read_bytes()
+    assert whole.finish().file.read_bytes() == again.finish().file.read_bytes()
 
 
 @pytest.mark.parametrize("change", [{"rank": 5}, {"alpha": 3.0}, {"targets": ("up_proj",)}, "base"])
@@ -149,7 +149,7 @@ def test_a_folder_that_holds_a_run_is_not_begun_again(checkpoint, data, tmp_path
 
 def test_recomputed_activations_give_the_same_bits(checkpoint, data, tmp_path):
     made = [
-        run(make_job(checkpoint, data, tmp_path / str(again), recompute=again)).write().file.read_bytes()
+        run(make_job(checkpoint, data, tmp_path / str(again), recompute=again)).finish().file.read_bytes()
         for again in (False, True)
     ]
     assert made[0] == made[1]
@@ -158,13 +158,13 @@ def test_recomputed_activations_give_the_same_bits(checkpoint, data, tmp_path):
 def test_bfloat16_trains_it_too(checkpoint, data, tmp_path):
     job = run(make_job(checkpoint, data, tmp_path / "out", steps=40, precision="bfloat16"))
     assert np.mean(losses(tmp_path / "out")[-5:]) < np.mean(losses(tmp_path / "out")[:5]) - 0.1
-    job.write()
+    job.finish()
 
 
 def test_gradients_are_those_of_peft(checkpoint, data, tmp_path):
     """The same adapter, the same batch: each half's gradient, times what alpha / rank makes of it."""
     job = run(make_job(checkpoint, data, tmp_path / "out", alpha=12.0, fim_rate=0.0))
-    made, scale = job.write(), 12.0 / 4
+    made, scale = job.finish(), 12.0 / 4
     theirs = load_adapter(checkpoint, made.folder, is_trainable=True)
     ids = torch.tensor([IDS])
     loss = torch.nn.functional.cross_entropy(theirs(ids).logits[0, :-1], ids[0, 1:], reduction="sum")
@@ -245,6 +245,6 @@ def test_the_memory_is_told_for_the_adapter_alone(checkpoint, data, tmp_path):
 
 
 def test_a_written_adapter_is_read_for_the_model_with_all_its_positions(checkpoint, data, tmp_path):
-    made = run(make_job(checkpoint, data, tmp_path / "out", steps=1)).write()
+    made = run(make_job(checkpoint, data, tmp_path / "out", steps=1)).finish()
     model = starscope.load(checkpoint, engine="numpy")
     assert read_adapter(made.file, model.family, model.hparams).pairs

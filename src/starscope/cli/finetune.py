@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
-import signal
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from starscope.cli.common import PATH, Session, everywhere, json_option
-from starscope.cli.signals import Stopped
-from starscope.cli.train import (
-    RESUMED,
-    check_copy,
-    copy_checkpoint,
-    copy_file,
-    need_torch,
-    take_checkpoint,
-    use_threads,
-)
+from starscope.cli.train import carry_out, check_copy, copy_file, need_torch, translated, use_threads
 from starscope.cli.train_options import DATA, KEEPING, LEARNING, ROWS, Command, Row, ignored_flags, options_of
-from starscope.cli.train_progress import training_progress
 from starscope.cli.units import plural
 from starscope.errors import UsageError
 
@@ -129,25 +118,16 @@ def finetune(
         check_copy(Path(target))
 
     from starscope.train.adapters import AdapterJob
-    from starscope.train.lock import held
 
-    folder = Path(out)
-    with training_progress(session) as shown:
-        job = AdapterJob(settings, folder, force=force, report=shown.line, say=shown.say, progress=shown.prepare)
-        job.check_output(resume=resume)
-        ctx.with_resource(held(folder))
-        job.check_output(resume=resume)  # once more: another run may just have ended there
-        if checkpoint_in is not None:
-            take_checkpoint(Path(checkpoint_in), folder)
-        job.prepare(resume=resume)
-        shown.begin(job.settings.steps, job.trainer.step)
-        outcome = None if only_write else job.train()
-    if checkpoint_out is not None and outcome is not None:
-        copy_checkpoint(session, folder, checkpoint_out, outcome.step)
-    if outcome is not None and outcome.signal is not None:
-        session.note(f"stopped after step {outcome.step}; {RESUMED}")
-        raise KeyboardInterrupt if outcome.signal == signal.SIGINT else Stopped(outcome.signal)
-    made = job.write(merge=merges)
+    job, outcome = carry_out(
+        ctx,
+        partial(AdapterJob, settings, Path(out), force=force),
+        resume=resume,
+        trains=not only_write,
+        checkpoint_in=checkpoint_in,
+        checkpoint_out=checkpoint_out,
+    )
+    made = job.finish(merge=merges)
     if lora_out is not None:
         target = lora_out.replace("ITERATION", str(job.trainer.step)).replace("LATEST", "latest")
         copy_file(made.file, Path(target))
@@ -170,16 +150,10 @@ def read_settings(
     """The settings of the run: what was given, over what is usual or what the run in the folder was asked for."""
     from starscope.train import settings as of
     from starscope.train.adapters import with_defaults
-    from starscope.train.flags import translate
 
     saved = of.read_settings(folder) if resume and (checkpoint is None or (folder / of.FILE).exists()) else None
     usual = of.resolve({} if saved else with_defaults({}), saved=saved)
-    asked, notes = translate(given, vars(usual))
-    for note in notes:
-        session.note(f"note: {note}")
-    if (asked.get("seed") or 0) < 0:
-        asked["seed"] = secrets.randbelow(2**31)
-        session.note(f"note: the seed is {asked['seed']}.")
+    asked = translated(session, given, usual)
     settings = of.resolve(asked if saved else with_defaults(asked), saved=saved)
     if not settings.start:
         raise UsageError("there is no MODEL; expected the model that the adapter is for.")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 import signal
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -17,10 +19,11 @@ from starscope.cli.units import bytes_text, plural
 from starscope.errors import OutputError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
-    from starscope.train.job import Finished, Job
+    from starscope.train.job import Finished, Job, TrainingRun
     from starscope.train.loop import Outcome
     from starscope.train.settings import Settings
 
+Run = TypeVar("Run", bound="TrainingRun")
 RESUMED = "--resume goes on from there"
 
 
@@ -66,7 +69,6 @@ def train(
     for target in filter(None, (checkpoint_out, model_out)):
         check_copy(Path(target))
     from starscope.train.job import Job
-    from starscope.train.lock import held
 
     if dry_run:
         from starscope.cli.train_plan import tell_plan
@@ -81,25 +83,65 @@ def train(
         tell_plan(session, settings, None if out is None else folder)
         return
 
-    with training_progress(session) as shown:
-        job = Job(settings, folder, force=force, report=shown.line, say=shown.say, progress=shown.prepare)
-        job.check_output(resume=resume)
-        ctx.with_resource(held(folder))
-        job.check_output(resume=resume)  # once more: another run may just have ended there
-        if checkpoint_in is not None:
-            take_checkpoint(Path(checkpoint_in), folder)
-        job.prepare(resume=resume)
-        shown.begin(job.settings.steps, job.trainer.step)
-        outcome = None if only_write_model else job.train()
-    if checkpoint_out is not None and outcome is not None:
-        copy_checkpoint(session, folder, checkpoint_out, outcome.step)
-    if outcome is not None and outcome.signal is not None:
-        session.note(f"stopped after step {outcome.step}; {RESUMED}")
-        raise KeyboardInterrupt if outcome.signal == signal.SIGINT else Stopped(outcome.signal)
+    job, outcome = carry_out(
+        ctx,
+        partial(Job, settings, folder, force=force),
+        resume=resume,
+        trains=not only_write_model,
+        checkpoint_in=checkpoint_in,
+        checkpoint_out=checkpoint_out,
+    )
     made = job.finish()
     if model_out is not None:
         copy_file(made.model, Path(model_out))
     tell_end(session, job, outcome, made)
+
+
+def carry_out(
+    ctx: click.Context,
+    make: Callable[..., Run],
+    *,
+    resume: bool,
+    trains: bool,
+    checkpoint_in: str | None,
+    checkpoint_out: str | None,
+) -> tuple[Run, Outcome | None]:
+    """Prepare and train what `make` gives, alone in its folder; how that ended, None when it was not to train.
+
+    KeyboardInterrupt or Stopped, with the checkpoint saved, for a run that was interrupted.
+    """
+    from starscope.train.lock import held
+
+    session: Session = ctx.obj
+    with training_progress(session) as shown:
+        job = make(report=shown.line, say=shown.say, progress=shown.prepare)
+        job.check_output(resume=resume)
+        ctx.with_resource(held(job.out))
+        job.check_output(resume=resume)  # once more: another run may just have ended there
+        if checkpoint_in is not None:
+            take_checkpoint(Path(checkpoint_in), job.out)
+        job.prepare(resume=resume)
+        shown.begin(job.settings.steps, job.trainer.step)
+        outcome = job.train() if trains else None
+    if checkpoint_out is not None and outcome is not None:
+        copy_checkpoint(session, job.out, checkpoint_out, outcome.step)
+    if outcome is not None and outcome.signal is not None:
+        session.note(f"stopped after step {outcome.step}; {RESUMED}")
+        raise KeyboardInterrupt if outcome.signal == signal.SIGINT else Stopped(outcome.signal)
+    return job, outcome
+
+
+def translated(session: Session, given: Mapping[str, Any], usual: Settings) -> dict[str, Any]:
+    """Options by the names of settings; what they mean here is told, and a seed below 0 is drawn."""
+    from starscope.train.flags import translate
+
+    asked, notes = translate(given, vars(usual))
+    for note in notes:
+        session.note(f"note: {note}")
+    if (asked.get("seed") or 0) < 0:
+        asked["seed"] = secrets.randbelow(2**31)
+        session.note(f"note: the seed is {asked['seed']}.")
+    return asked
 
 
 def read_settings(
@@ -107,16 +149,10 @@ def read_settings(
 ) -> Settings:
     """The settings of the run: what was given, over the preset, over what the run in the folder was asked for."""
     from starscope.train import settings as of
-    from starscope.train.flags import translate
 
     saved = of.read_settings(folder) if resume and (checkpoint is None or (folder / of.FILE).exists()) else None
     usual = of.resolve({}, preset=preset, saved=saved)
-    asked, notes = translate(given, vars(usual))
-    for note in notes:
-        session.note(f"note: {note}")
-    if (asked.get("seed") or 0) < 0:
-        asked["seed"] = secrets.randbelow(2**31)
-        session.note(f"note: the seed is {asked['seed']}.")
+    asked = translated(session, given, usual)
     settings = of.resolve(asked, preset=preset, saved=saved)
     if saved is not None and settings.start != saved.get("start", ""):
         began = f"with {saved['start']}" if saved.get("start") else "with weights of its own"

@@ -7,7 +7,7 @@ trained, and is told apart from it at the end: `adapter/` is a PEFT folder, `ada
     job = AdapterJob(resolve({"start": "base.gguf", "data": ("src/",), "rank": 8}), Path("out"))
     job.prepare()
     if job.train().signal is None:
-        job.write()
+        job.finish()
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from starscope.engine import Weights, make_engine
 from starscope.engine.torch_engine import TorchEngine
 from starscope.engine.weights import ArraySource
-from starscope.errors import DoesNotFitError, OutputExistsError, UsageError, VerificationError
+from starscope.errors import UsageError, VerificationError
 from starscope.family import Family, HParams
 from starscope.graph import Graph, adapter_names, record
 from starscope.hub import find_name
@@ -33,28 +33,22 @@ from starscope.lora.apply import combined, recorded
 from starscope.lora.gguf_file import write_gguf_adapter
 from starscope.lora.peft import write_peft
 from starscope.model import load
-from starscope.train.checkpoints import CURRENT
 from starscope.train.estimate import MemoryEstimate, estimate
 from starscope.train.export import write_tokenizer
 from starscope.train.job import (
     DATA,
     PROBE_TOKENS,
     TOKENIZER,
-    Job,
-    check_place,
-    check_settings,
+    TrainingRun,
     data_options,
     dtype_of,
-    held_out,
-    memory_problem,
     steps_of,
     train_options,
 )
-from starscope.train.loop import Trainer, TrainOptions
+from starscope.train.loop import TrainOptions
 from starscope.train.prepare import prepare
 from starscope.train.report import REPORT
 from starscope.train.start import open_start
-from starscope.train.watcher import Watcher
 
 FOLDER, FILE, MERGED = "adapter", "adapter.gguf", "merged.gguf"
 ALL_LINEAR, HEAD = "all-linear", "lm_head.weight"
@@ -146,17 +140,12 @@ class FinishedAdapter:
     merged: Path | None
 
 
-class AdapterJob(Job):
-    """A `Job` whose parameters are an adapter's. `settings.start` is the model, `settings.rank` at least 1."""
+class AdapterJob(TrainingRun):
+    """A run whose parameters are an adapter's. `settings.start` is the model, `settings.rank` at least 1."""
 
     def check_output(self, *, resume: bool) -> None:
         """Refuse, before any work, what would replace another run."""
-        check_settings(self.settings)
-        check_place(self.out)
-        if not resume and not self._force and (self.out / CURRENT).exists():
-            raise OutputExistsError(
-                f"{self.out} holds a run.", hint="Use --resume to go on with it, or --force to begin again."
-            )
+        self._refuse_another_run(resume=resume)
 
     def prepare(self, *, resume: bool = False) -> None:
         """The tokens, the model with an adapter beside it, and a trainer of the adapter."""
@@ -187,28 +176,11 @@ class AdapterJob(Job):
         batches = self.data.batches()
         self.settings = replace(self.settings, steps=steps_of(self.settings, batches.per_epoch))
         asked = train_options(self.settings)
-        if problem := memory_problem(adapter_memory(self.graph, names, asked, dtype_of(asked.precision))):
-            raise DoesNotFitError(problem, hint="Take a smaller --batch, or --grad-acc and --recompute.")
+        memory = adapter_memory(self.graph, names, asked, dtype_of(asked.precision))
         engine = TorchEngine(self.graph, weights)
         engine.parameters = {name: engine.parameters[name] for name in names}
-        base = digest(start.weights)
-        self.trainer = Trainer(
-            self.graph,
-            batches,
-            asked,
-            folder=self.out,
-            held_out=held_out(self.data),
-            pad=self.data.pad,
-            engine=engine,
-            facts={**self.data.facts, "base": base, "ranks": self.ranks, "alpha": self.alpha},
-            notes={"parameters": self.parameters},
-            report=self._watch,
-        )
-        if resume:
-            note = self.trainer.resume()
-            self._say(f"going on from step {self.trainer.step}" + (f": {note}" if note else "."))
-        self._say(self.trainer.why)
-        self._watcher = Watcher(self.settings, self.trainer, self.tokenizer, self.data)
+        facts = {**self.data.facts, "base": digest(start.weights), "ranks": self.ranks, "alpha": self.alpha}
+        self._begin(memory, resume, batches=batches, options=asked, engine=engine, facts=facts)
 
     def pairs(self) -> dict[str, Pair]:
         """The adapter as it is now, alpha / rank out of A."""
@@ -218,7 +190,7 @@ class AdapterJob(Job):
             made[name] = Pair((a / np.float32(self.alpha / rank)).astype(np.float32), b, self.alpha / rank)
         return made
 
-    def write(self, *, merge: bool = False) -> FinishedAdapter:
+    def finish(self, *, merge: bool = False) -> FinishedAdapter:
         """Write the adapter in both forms, each read again and compared with what was trained."""
         s, family, hp = self.settings, self.graph.family, self.graph.hp
         pairs, folder, file = self.pairs(), self.out / FOLDER, self.out / FILE

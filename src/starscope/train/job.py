@@ -66,8 +66,17 @@ def nothing(*_: Any) -> None:
     """Tells nobody."""
 
 
-class Job:
-    """One run in one folder. `report` gets each line of the log as it is made, `say` sentences for a person."""
+class TrainingRun:
+    """What every run in a folder does, whatever its parameters are.
+
+    `report` gets each line of the log as it is made, `say` sentences for a person.
+    """
+
+    graph: Graph
+    data: Prepared
+    tokenizer: Tokenizer
+    parameters: int
+    trainer: Trainer
 
     def __init__(
         self,
@@ -83,78 +92,40 @@ class Job:
         self._report, self._say, self._progress = report, say, progress
 
     def check_output(self, *, resume: bool) -> None:
-        """Refuse, before any work, what would replace another run, and a type that no file can have."""
+        """Refuse, before any work, what would replace another run."""
+        raise NotImplementedError
+
+    def prepare(self, *, resume: bool = False) -> None:
+        """The tokens, the model and its trainer."""
+        raise NotImplementedError
+
+    def _refuse_another_run(self, *, resume: bool) -> None:
+        """Refuse settings that no run has, a folder that cannot be written, and one that holds another run."""
         check_settings(self.settings)
         check_place(self.out)
         if not resume and not self._force and (self.out / CURRENT).exists():
             raise OutputExistsError(
                 f"{self.out} holds a run.", hint="Use --resume to go on with it, or --force to begin again."
             )
-        check_folder(self.out / FOLDER, force=resume or self._force)
 
-    def prepare(self, *, resume: bool = False) -> None:
-        """The tokens, the model, and a trainer: at step 0, or where the newest whole checkpoint is."""
-        start = self._start(resume) if self.settings.start else None
-        options = replace(data_options(self.settings, self.out), exclude=(self.out,))  # nothing that the run writes
-        self.data = prepare(options, self.out / DATA, self._say, self._progress, resume=resume)
-        family = find_family(self.settings.family)
-        if start is None:
-            hp = family_sizes(family, self.settings.sizes, self.data.vocab_size)
-        else:
-            hp = start.hparams  # some of which are no setting
-            self.data.check_fits(hp.vocab_size)
-        self.graph = record(family, hp)
-        self.tokenizer = self.data.tokenizer.padded(hp.vocab_size)
-        write_config(family, hp), self.tokenizer.to_files()  # what could not be written at the end is refused now
-        batches = self.data.batches()
-        self.settings = replace(self.settings, steps=steps_of(self.settings, batches.per_epoch))
-        initial = None if start is None else start.weights
-        self.parameters = count_parameters(self.graph, initial)
-        self._check_disk()
-        asked = train_options(self.settings)
-        if problem := memory_problem(estimate(self.graph, asked, dtype_of(asked.precision))):
+    def _begin(self, memory: MemoryEstimate, resume: bool, **parts: Any) -> None:
+        """The trainer, at step 0 or where the checkpoint is, when there is memory for it. `parts` are the run's own."""
+        if problem := memory_problem(memory):
             raise DoesNotFitError(problem, hint="Take a smaller --batch, or --grad-acc and --recompute.")
         self.trainer = Trainer(
             self.graph,
-            batches,
-            asked,
             folder=self.out,
             held_out=held_out(self.data),
             pad=self.data.pad,
-            initial=initial,
-            facts=self.data.facts,
             notes={"parameters": self.parameters},
             report=self._watch,
+            **parts,
         )
         if resume:
             note = self.trainer.resume()
             self._say(f"going on from step {self.trainer.step}" + (f": {note}" if note else "."))
         self._say(self.trainer.why)
         self._watcher = Watcher(self.settings, self.trainer, self.tokenizer, self.data)
-
-    def _start(self, resume: bool) -> Start:
-        """The model to go on with: its sizes become settings, its tokenizer lies in the folder from then on.
-
-        A run that is resumed has all of that, and needs the model no more.
-        """
-        if resume:
-            state = load_checkpoint(self.out)[0]
-            kinds = {name: name.partition(":") for name in state.arrays}
-            weights = {name: state.arrays[key] for key, (kind, _, name) in kinds.items() if kind == PARAMETER}
-            tokenizer, family = Tokenizer.from_folder(self.out / TOKENIZER), find_family(self.settings.family)
-            hp = make_hparams(family, {row.name: state.facts["hparams"][row.name] for row in family.hparams})
-            return Start(self.out, family, hp, tokenizer, weights, [])
-        start = open_start(self.settings.start, self.settings.context_length)
-        for note in start.notes:
-            self._say(note)
-        self.settings = start.settle(self.settings)
-        write_tokenizer(self.out / TOKENIZER, start.tokenizer)
-        return start
-
-    def _check_disk(self) -> None:
-        """Checkpoints and both forms of the model have to fit before a day is spent on them."""
-        if problem := disk_problem(self.out, self.parameters):
-            raise DoesNotFitError(problem, hint="Free some space, choose another folder or a smaller model.")
 
     def _watch(self, line: Mapping[str, Any]) -> None:
         """A line of the log was made: pass it on, and look at the model where it has just been measured."""
@@ -181,6 +152,62 @@ class Job:
         if self.trainer.log_path.exists():
             write_report(self.out)
         return outcome
+
+
+class Job(TrainingRun):
+    """A run whose parameters are a whole model's."""
+
+    def check_output(self, *, resume: bool) -> None:
+        """Refuse, before any work, what would replace another run, and a type that no file can have."""
+        self._refuse_another_run(resume=resume)
+        check_folder(self.out / FOLDER, force=resume or self._force)
+
+    def prepare(self, *, resume: bool = False) -> None:
+        """The tokens, the model, and a trainer: at step 0, or where the newest whole checkpoint is."""
+        start = self._start(resume) if self.settings.start else None
+        options = replace(data_options(self.settings, self.out), exclude=(self.out,))  # nothing that the run writes
+        self.data = prepare(options, self.out / DATA, self._say, self._progress, resume=resume)
+        family = find_family(self.settings.family)
+        if start is None:
+            hp = family_sizes(family, self.settings.sizes, self.data.vocab_size)
+        else:
+            hp = start.hparams  # some of which are no setting
+            self.data.check_fits(hp.vocab_size)
+        self.graph = record(family, hp)
+        self.tokenizer = self.data.tokenizer.padded(hp.vocab_size)
+        write_config(family, hp), self.tokenizer.to_files()  # what could not be written at the end is refused now
+        batches = self.data.batches()
+        self.settings = replace(self.settings, steps=steps_of(self.settings, batches.per_epoch))
+        initial = None if start is None else start.weights
+        self.parameters = count_parameters(self.graph, initial)
+        self._check_disk()
+        asked = train_options(self.settings)
+        memory = estimate(self.graph, asked, dtype_of(asked.precision))
+        self._begin(memory, resume, batches=batches, options=asked, initial=initial, facts=self.data.facts)
+
+    def _start(self, resume: bool) -> Start:
+        """The model to go on with: its sizes become settings, its tokenizer lies in the folder from then on.
+
+        A run that is resumed has all of that, and needs the model no more.
+        """
+        if resume:
+            state = load_checkpoint(self.out)[0]
+            kinds = {name: name.partition(":") for name in state.arrays}
+            weights = {name: state.arrays[key] for key, (kind, _, name) in kinds.items() if kind == PARAMETER}
+            tokenizer, family = Tokenizer.from_folder(self.out / TOKENIZER), find_family(self.settings.family)
+            hp = make_hparams(family, {row.name: state.facts["hparams"][row.name] for row in family.hparams})
+            return Start(self.out, family, hp, tokenizer, weights, [])
+        start = open_start(self.settings.start, self.settings.context_length)
+        for note in start.notes:
+            self._say(note)
+        self.settings = start.settle(self.settings)
+        write_tokenizer(self.out / TOKENIZER, start.tokenizer)
+        return start
+
+    def _check_disk(self) -> None:
+        """Checkpoints and both forms of the model have to fit before a day is spent on them."""
+        if problem := disk_problem(self.out, self.parameters):
+            raise DoesNotFitError(problem, hint="Free some space, choose another folder or a smaller model.")
 
     def finish(self) -> Finished:
         """Write the model in both forms, each read again and compared with the weights that it is made of."""
