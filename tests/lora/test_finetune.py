@@ -14,7 +14,8 @@ from starscope.convert import convert
 from starscope.errors import InvalidContentError, OutputExistsError, UsageError
 from starscope.graph import record
 from starscope.lora import read_adapter
-from starscope.train.adapters import AdapterJob, choose_targets, new_pairs, with_defaults
+from starscope.train.adapters import AdapterJob, with_defaults
+from starscope.train.new_adapter import choose_targets, new_pairs
 from starscope.train.settings import resolve
 from support.adapters import load_adapter, logits_of
 from support.training import DOCUMENTS, tiny_graph
@@ -228,17 +229,14 @@ def test_a_new_adapter_is_a_function_of_its_seed_and_changes_nothing():
 
 
 def test_the_memory_is_told_for_the_adapter_alone(checkpoint, data, tmp_path):
-    from starscope.train.adapters import adapter_memory
     from starscope.train.estimate import estimate
     from starscope.train.job import train_options
 
     job = make_job(checkpoint, data, tmp_path / "out")
     job.prepare()
-    names = list(job.trainer.engine.parameters)
+    assert list(job.trainer.engine.parameters) == job.new.names
     asked = train_options(job.settings)
-    parts, whole = (
-        m.parts for m in (adapter_memory(job.graph, names, asked, torch.float32), estimate(job.graph, asked))
-    )
+    parts, whole = (m.parts for m in (job.new.memory(asked, torch.float32), estimate(job.graph, asked)))
     assert parts["gradients"] == 4 * job.parameters
     assert parts["optimizer"] == pytest.approx(8 * job.parameters, rel=0.01)
     assert parts["parameters"] == whole["parameters"] + 4 * job.parameters

@@ -128,6 +128,30 @@ def test_finetune_ends_with_an_adapter_and_goes_on(place, tmp_path):
     assert cli("finetune", place / "base.gguf", place / "text", "--out", out, *SMALL).exit_code == 2
 
 
+def test_a_dry_run_of_finetune_says_what_it_would_take_and_makes_nothing(place, tmp_path):
+    asked = ("finetune", place / "base.gguf", place / "text", "--out", tmp_path / "out", *SMALL)
+    planned = cli(*asked, "--dry-run", "--json")
+    assert planned.exit_code == 0, planned.stderr
+    assert not (tmp_path / "out").exists()
+    plan, made = json.loads(planned.stdout), json.loads(cli(*asked, "--json").stdout)
+    for name in ("parameters", "ranks", "steps"):
+        assert plan[name] == made[name], name
+    assert plan["memory_bytes"]["gradients"] == 4 * plan["parameters"]
+    assert plan["seconds"] > 0
+    assert "parameters beside 8 linear layers of 2 blocks" in cli(*asked, "--dry-run", "--force").stdout
+    assert cli(*asked, "--dry-run").exit_code == 2  # the folder holds a run
+
+
+def test_an_adapter_given_as_a_model_is_told_apart(place, tmp_path):
+    made = cli("finetune", place / "base.gguf", place / "text", "--out", tmp_path / "out", "--json", *SMALL)
+    document = json.loads(made.stdout)
+    for path in (document["file"], document["adapter"]):
+        for verb in (("run", path, "x"), ("show", path), ("merge", path, "--lora", document["file"], "-o", "o.gguf")):
+            result = cli(*verb)
+            assert f"{path} is an adapter; expected a model." in result.stderr + result.stdout, verb
+            assert result.exit_code == (0 if verb == ("show", document["file"]) else 4), verb
+
+
 def test_the_flags_of_llama_cpps_finetune_are_taken(place, tmp_path):
     out, file = tmp_path / "out", tmp_path / "lora-ITERATION.gguf"
     flags = ("--model_base", place / "base.gguf", "--train-data", place / "text", "--lora_r", 2, "--lora-alpha", 4)

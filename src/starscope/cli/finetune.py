@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from starscope.cli.common import PATH, Session, everywhere, json_option
-from starscope.cli.train import carry_out, check_copy, copy_file, need_torch, translated, use_threads
+from starscope.cli.train import carry_out, check_copy, copy_file, look_ahead, need_torch, translated, use_threads
 from starscope.cli.train_options import DATA, KEEPING, LEARNING, ROWS, Command, Row, ignored_flags, options_of
 from starscope.cli.units import plural
 from starscope.errors import UsageError
@@ -35,7 +35,7 @@ RANKS = {  # flags of llama.cpp's finetune -> the modules that they give a rank 
 }
 OF_A_NEW_MODEL = frozenset({  # options of train that say what a model is, or write one
     "vocab", "vocab_size", "preset", "family", "start", "hidden_size", "num_layers", "num_heads", "num_kv_heads",
-    "intermediate_size", "mult", "norm_epsilon", "activation", "init", "to", "license", "dry_run", "model_out",
+    "intermediate_size", "mult", "norm_epsilon", "activation", "init", "to", "license", "model_out",
     "only_write_model",
 })  # fmt: skip
 OWN: tuple[Row, ...] = (
@@ -84,6 +84,7 @@ def finetune(
     out: str | None,
     resume: bool,
     force: bool,
+    dry_run: bool,
     checkpoint_in: str | None,
     checkpoint_out: str | None,
     lora_out: str | None,
@@ -101,7 +102,7 @@ def finetune(
     The flags of llama.cpp's finetune are taken too, with - or _ between their words.
     """
     session: Session = ctx.obj
-    if out is None:
+    if out is None and not dry_run:
         raise UsageError("there is no --out; expected a folder for the adapter.")
     for text in ignored_flags(ctx, session.args):
         session.note(f"note: {text}")
@@ -112,16 +113,22 @@ def finetune(
     need_torch()
     resume = resume or only_write or checkpoint_in is not None
     given |= {"start": start or model, "data": (*given["data"], *more), "targets": targets_of(given)}
-    settings = read_settings(session, given, Path(out), resume, checkpoint_in)
+    folder = Path(out or "")
+    settings = read_settings(session, given, folder, resume, checkpoint_in)
     use_threads(threads)
     for target in filter(None, (checkpoint_out, lora_out)):
         check_copy(Path(target))
 
     from starscope.train.adapters import AdapterJob
 
+    if dry_run:
+        job = None if out is None else AdapterJob(settings, folder, force=force)
+        look_ahead(session, settings, job, resume=resume, checkpoint_in=checkpoint_in)
+        return
+
     job, outcome = carry_out(
         ctx,
-        partial(AdapterJob, settings, Path(out), force=force),
+        partial(AdapterJob, settings, folder, force=force),
         resume=resume,
         trains=not only_write,
         checkpoint_in=checkpoint_in,
@@ -136,7 +143,7 @@ def finetune(
 
 def targets_of(given: dict[str, Any]) -> tuple[str, ...]:
     """The targets that were asked for; ranks of single modules come behind, beside all linear layers or the others."""
-    from starscope.train.adapters import ALL_LINEAR
+    from starscope.train.new_adapter import ALL_LINEAR
 
     asked = [name for part in given.pop("targets") for name in part.split(",") if name]
     ranks = {module: given.pop(f"rank_{module}") for module in RANKS.values()}

@@ -71,16 +71,8 @@ def train(
     from starscope.train.job import Job
 
     if dry_run:
-        from starscope.cli.train_plan import tell_plan
-        from starscope.train.checkpoints import load_checkpoint, read_checkpoint
-
-        if out is not None:
-            Job(settings, folder, force=force).check_output(resume=resume)
-        if checkpoint_in is not None:
-            read_checkpoint(Path(checkpoint_in))
-        elif resume:
-            load_checkpoint(folder)
-        tell_plan(session, settings, None if out is None else folder)
+        job = None if out is None else Job(settings, folder, force=force)
+        look_ahead(session, settings, job, resume=resume, checkpoint_in=checkpoint_in)
         return
 
     job, outcome = carry_out(
@@ -95,6 +87,22 @@ def train(
     if model_out is not None:
         copy_file(made.model, Path(model_out))
     tell_end(session, job, outcome, made)
+
+
+def look_ahead(
+    session: Session, settings: Settings, job: TrainingRun | None, *, resume: bool, checkpoint_in: str | None
+) -> None:
+    """What a run would read and take, with what it would refuse; `job` is None where no folder is named."""
+    from starscope.cli.train_plan import tell_plan
+    from starscope.train.checkpoints import load_checkpoint, read_checkpoint
+
+    if job is not None:
+        job.check_output(resume=resume)
+    if checkpoint_in is not None:
+        read_checkpoint(Path(checkpoint_in))
+    elif resume and job is not None:
+        load_checkpoint(job.out)
+    tell_plan(session, settings, None if job is None else job.out)
 
 
 def carry_out(

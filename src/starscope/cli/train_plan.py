@@ -9,7 +9,7 @@ import click
 
 from starscope.cli.common import Session
 from starscope.cli.train_progress import clock
-from starscope.cli.units import bytes_text
+from starscope.cli.units import bytes_text, plural
 
 if TYPE_CHECKING:
     from starscope.family import HParams
@@ -52,7 +52,7 @@ def rows(plan: Plan) -> dict[str, str]:
             "13 words are in the text to train on"
         )
     return made | {
-        "model": f"{plan.parameters:,} parameters: {shape(plan.graph.hp)}",
+        "model": model(plan),
         "updates": f"{settings.steps:,} of {settings.batch_size} samples, {plan.epochs:.2f} times through the data",
         "memory": f"{bytes_text(plan.memory.total)}: "
         + ", ".join(f"{name} {bytes_text(size)}" for name, size in plan.memory.parts.items()),
@@ -60,6 +60,14 @@ def rows(plan: Plan) -> dict[str, str]:
         "time": "not tried" if plan.seconds is None else f"{clock(plan.seconds)}, in {plan.precision}, and evaluations",
         "compiling": plan.compiled,
     }
+
+
+def model(plan: Plan) -> str:
+    """What is trained, and the sizes of the model."""
+    if plan.ranks:
+        layers = plural(len(plan.ranks), "linear layer")
+        return f"{plan.parameters:,} parameters beside {layers} of {shape(plan.graph.hp)}"
+    return f"{plan.parameters:,} parameters: {shape(plan.graph.hp)}"
 
 
 def shape(hp: HParams) -> str:

@@ -1,8 +1,8 @@
 """Finetuning: an adapter of low rank is trained beside a model whose own weights stand still.
 
-Only A and B of each adapted layer are parameters; the model may be quantized, its weights are decoded once. A begins as
-small random numbers, B as 0, so that the first step starts from the model itself. alpha / rank lies in A while it is
-trained, and is told apart from it at the end: `adapter/` is a PEFT folder, `adapter.gguf` the same for llama.cpp.
+Only A and B of each adapted layer are parameters; the model may be quantized, its weights are decoded once. While it
+is trained, alpha / rank lies in A; at the end the two are told apart: `adapter/` is a PEFT folder, `adapter.gguf` the
+same for llama.cpp.
 
     job = AdapterJob(resolve({"start": "base.gguf", "data": ("src/",), "rank": 8}), Path("out"))
     job.prepare()
@@ -13,27 +13,21 @@ trained, and is told apart from it at the end: `adapter/` is a PEFT folder, `ada
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from starscope.engine import Weights, make_engine
-from starscope.engine.torch_engine import TorchEngine
-from starscope.engine.weights import ArraySource
-from starscope.errors import UsageError, VerificationError
+from starscope.errors import VerificationError
 from starscope.family import Family, HParams
-from starscope.graph import Graph, adapter_names, record
+from starscope.graph import adapter_names
 from starscope.hub import find_name
 from starscope.lora import Adapter, Pair, read_adapter
 from starscope.lora.apply import combined, recorded
 from starscope.lora.gguf_file import write_gguf_adapter
 from starscope.lora.peft import write_peft
-from starscope.model import load
-from starscope.train.estimate import MemoryEstimate, estimate
 from starscope.train.export import write_tokenizer
 from starscope.train.job import (
     DATA,
@@ -45,14 +39,11 @@ from starscope.train.job import (
     steps_of,
     train_options,
 )
-from starscope.train.loop import TrainOptions
+from starscope.train.new_adapter import NewAdapter, open_base
 from starscope.train.prepare import prepare
 from starscope.train.report import REPORT
-from starscope.train.start import open_start
 
 FOLDER, FILE, MERGED = "adapter", "adapter.gguf", "merged.gguf"
-ALL_LINEAR, HEAD = "all-linear", "lm_head.weight"
-USUAL_CONTEXT = 512  # tokens of a sample, where the model has as many positions
 USUAL_RANK = 8
 ULP, TOLERANCE = 2.0**-23, 256  # of two engines' logits
 DEFAULTS = {
@@ -75,49 +66,6 @@ def with_defaults(given: Mapping[str, object]) -> dict[str, object]:
         made.pop("steps")
     elif "decay_steps" not in asked:
         made["decay_steps"] = made["steps"]
-    return made
-
-
-def choose_targets(graph: Graph, asked: Sequence[str], rank: int) -> dict[str, int]:
-    """The rank beside each adapted matrix, by its name.
-
-    `asked` are names of modules or what they end with, ours, Hugging Face's or GGUF's, with a rank of their own behind
-    a colon if they have one; later ones win. "all-linear" are all linear layers but the output matrix, and the default.
-    UsageError for a name that no linear layer has, and for a rank that is no number from 1 to the matrix's sizes.
-    """
-    slots = {slot.name: slot for slot in graph.family.slots(graph.hp)}
-    linear = [slots[op.weights[0]] for op in graph.ops if op.kind == "linear" and op.weights[0] in slots]
-    made: dict[str, int] = {}
-    for one in asked or (ALL_LINEAR,):
-        name, colon, number = one.partition(":")
-        if colon and not (number.isascii() and number.isdigit()):
-            raise UsageError(f"the target {one!r} has no rank behind its colon; expected NAME:RANK.")
-        if name == ALL_LINEAR:
-            found = [slot for slot in linear if slot.name != HEAD]
-        else:
-            stems = (
-                (slot, (text.removesuffix(".weight") for text in (slot.name, slot.gguf, slot.hf))) for slot in linear
-            )
-            found = [slot for slot, names in stems if any(f".{stem}".endswith(f".{name}") for stem in names)]
-        if not found:
-            there = dict.fromkeys(slot.name.removesuffix(".weight").rpartition(".")[2] for slot in linear)
-            raise UsageError(f"no linear layer is called {name!r}; there are: {', '.join(there)}, and {ALL_LINEAR}.")
-        for slot in found:
-            made[slot.name] = int(number) if colon else rank
-            if not 1 <= made[slot.name] <= min(slot.shape):
-                raise UsageError(f"the rank beside {slot.name} is {made[slot.name]}; expected 1 to {min(slot.shape)}.")
-    return {slot.name: made[slot.name] for slot in linear if slot.name in made}
-
-
-def new_pairs(graph: Graph, ranks: Mapping[str, int], alpha: float, seed: int) -> dict[str, Pair]:
-    """An adapter that changes nothing yet: A uniform between ±1/√in, as PEFT draws it, and B 0."""
-    generator = torch.Generator().manual_seed(seed)
-    made = {}
-    for name, rank in ranks.items():
-        out, size = graph.weights[name]
-        bound = 1 / math.sqrt(size)
-        a = (torch.rand((rank, size), generator=generator) * 2 - 1) * bound
-        made[name] = Pair(a.numpy(), np.zeros((out, rank), np.float32), alpha / rank)
     return made
 
 
@@ -149,38 +97,23 @@ class AdapterJob(TrainingRun):
 
     def prepare(self, *, resume: bool = False) -> None:
         """The tokens, the model with an adapter beside it, and a trainer of the adapter."""
-        length = self.settings.context_length
-        if length is None:
-            length = min(USUAL_CONTEXT, load(self.settings.start, engine="numpy").context_length)
-        start = open_start(self.settings.start, length)
+        start, self.settings = open_base(self.settings)
         for note in start.notes:
             self._say(note)
-        self.settings = replace(start.settle(self.settings), context_length=length)
+        self.new = NewAdapter.beside(start, self.settings)
+        self.graph, self.ranks, self.alpha = self.new.graph, self.new.ranks, self.new.alpha
+        self.parameters = self.new.parameters
         write_tokenizer(self.out / TOKENIZER, start.tokenizer)
         options = replace(data_options(self.settings, self.out), exclude=(self.out,))
         self.data = prepare(options, self.out / DATA, self._say, self._progress, resume=resume)
-        family, hp = start.family, start.hparams
-        self.data.check_fits(hp.vocab_size)
-        self.tokenizer = self.data.tokenizer.padded(hp.vocab_size)
-        plain = record(family, hp)
-        self.ranks = choose_targets(plain, self.settings.targets, self.settings.rank)
-        alpha = self.settings.alpha
-        self.alpha = float(self.settings.rank if alpha is None else alpha)
-        if not math.isfinite(self.alpha) or self.alpha <= 0:
-            raise UsageError(f"alpha is {self.alpha:g}; expected a number above 0.")
-        self.base = Weights(family.slots(hp), ArraySource(start.weights))
-        pairs = new_pairs(plain, self.ranks, self.alpha, self.settings.seed)
-        self.graph, weights = _beside(family, hp, self.base, pairs)
-        names = [half for name in self.ranks for half in adapter_names(name)]
-        self.parameters = sum(math.prod(self.graph.weights[name]) for name in names)
+        self.data.check_fits(start.hparams.vocab_size)
+        self.tokenizer = self.data.tokenizer.padded(start.hparams.vocab_size)
         batches = self.data.batches()
         self.settings = replace(self.settings, steps=steps_of(self.settings, batches.per_epoch))
         asked = train_options(self.settings)
-        memory = adapter_memory(self.graph, names, asked, dtype_of(asked.precision))
-        engine = TorchEngine(self.graph, weights)
-        engine.parameters = {name: engine.parameters[name] for name in names}
+        memory = self.new.memory(asked, dtype_of(asked.precision))
         facts = {**self.data.facts, "base": digest(start.weights), "ranks": self.ranks, "alpha": self.alpha}
-        self._begin(memory, resume, batches=batches, options=asked, engine=engine, facts=facts)
+        self._begin(memory, resume, batches=batches, options=asked, engine=self.new.engine(), facts=facts)
 
     def pairs(self) -> dict[str, Pair]:
         """The adapter as it is now, alpha / rank out of A."""
@@ -200,7 +133,7 @@ class AdapterJob(TrainingRun):
         ids = self.data.train.ids[: min(PROBE_TOKENS, hp.context_length)].tolist()
         [wanted] = self.trainer.engine.forward([ids], None, "all")
         for path in (folder, file):
-            _check(path, self.base, family, hp, ids, wanted)
+            _check(path, self.new.base, family, hp, ids, wanted)
         merged = None
         if merge:
             from starscope.merge import merge as run
@@ -208,12 +141,6 @@ class AdapterJob(TrainingRun):
             merged = self.out / MERGED
             run(s.start, merged, lora=folder, to=s.to or None, force=True)
         return FinishedAdapter(folder, file, self.out / REPORT, merged)
-
-
-def _beside(family: Family, hp: HParams, base: Weights, pairs: Mapping[str, Pair]) -> tuple[Graph, Weights]:
-    """The model with pairs beside it, their scale in A."""
-    scaled = {name: Pair(pair.a * np.float32(pair.scale), pair.b, 1.0) for name, pair in pairs.items()}
-    return recorded(family, hp, base, scaled, {})
 
 
 def _check(path: Path, base: Weights, family: Family, hp: HParams, ids: list[int], wanted: np.ndarray) -> None:
@@ -225,12 +152,3 @@ def _check(path: Path, base: Weights, family: Family, hp: HParams, ids: list[int
     distance = float(np.abs(found - wanted).max() / np.abs(wanted).max() / ULP)
     if not distance <= TOLERANCE:
         raise VerificationError(f"the logits with {path} are {distance:.0f} ulp from the trained; at most {TOLERANCE}.")
-
-
-def adapter_memory(graph: Graph, names: Sequence[str], options: TrainOptions, dtype: torch.dtype) -> MemoryEstimate:
-    """As `estimate`, with gradients and the optimizer's numbers for `names` alone."""
-    whole = estimate(graph, options, dtype).parts
-    own = 4 * sum(math.prod(graph.weights[name]) for name in names)
-    share = own / max(1, whole["parameters"])
-    moments = {"gradients": own, "optimizer": int(whole["optimizer"] * share)}
-    return MemoryEstimate({**whole, "parameters": whole["parameters"] + own, **moments})

@@ -6,7 +6,7 @@ print(plan.data.train_tokens, plan.parameters, plan.data.problems)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from starscope.engine.torch_engine import TorchEngine
 from starscope.errors import DoesNotFitError
 from starscope.family import find_family
 from starscope.graph import Graph, record
@@ -33,6 +34,7 @@ from starscope.train.job import (
     train_options,
 )
 from starscope.train.loop import Trainer, TrainOptions
+from starscope.train.new_adapter import NewAdapter, open_base
 from starscope.train.prepare import Progress, nothing
 from starscope.train.presets import family_sizes
 from starscope.train.settings import Settings
@@ -43,6 +45,7 @@ from starscope.train.start import open_start
 class Plan:
     """Sizes in bytes; `epochs` is how often each token would be read, `notes` what a model to start from says.
 
+    `ranks` are those of an adapter, whose the `parameters` are then; empty where the whole model is trained.
     `seconds` are those of all steps, without evaluations; None where a run would make none.
     `problems` are those of the data and of this machine; `status` is what a run would end with because of them.
     """
@@ -51,6 +54,7 @@ class Plan:
     data: DataReport
     graph: Graph
     parameters: int
+    ranks: Mapping[str, int]
     epochs: float
     disk_bytes: int
     memory: MemoryEstimate
@@ -70,6 +74,7 @@ class Plan:
             "data": self.data.as_json(),
             "model": dict(self.graph.hp),
             "parameters": self.parameters,
+            **({"ranks": dict(self.ranks)} if self.ranks else {}),
             "steps": self.settings.steps,
             "batch_size": self.settings.batch_size,
             "epochs": self.epochs,
@@ -90,38 +95,53 @@ def make_plan(settings: Settings, out: Path | None = None, progress: Progress = 
     `out` is the folder of the run: what lies there is no text of it, and its disk has to suffice.
     """
     check_settings(settings)
-    start = open_start(settings.start, settings.context_length) if settings.start else None
-    if start is not None:
+    start, new = None, None
+    if settings.rank:
+        start, settings = open_base(settings)
+        new = NewAdapter.beside(start, settings)
+    elif settings.start:
+        start = open_start(settings.start, settings.context_length)
         settings = start.settle(settings)
     options = replace(data_options(settings, Path()), exclude=() if out is None else (out,))
     data = examine(options if start is None else replace(options, vocab=start.path), progress)
-    family = find_family(settings.family)
-    hp = family_sizes(family, settings.sizes, data.vocab_size) if start is None else start.hparams
-    graph = record(family, hp)
-    parameters = count_parameters(graph, None if start is None else start.weights)
     settings = replace(settings, steps=steps_of(settings, data.samples), epochs=None)
     epochs = settings.steps * settings.batch_size / max(1, data.samples)
     notes, problems = [] if start is None else start.notes, list(data.problems)
     asked = train_options(settings)
     dtype = dtype_of(asked.precision)
-    memory = estimate(graph, asked, dtype)
+    if new is None:
+        family = find_family(settings.family)
+        hp = family_sizes(family, settings.sizes, data.vocab_size) if start is None else start.hparams
+        graph, engine = record(family, hp), None
+        parameters, memory = (
+            count_parameters(graph, None if start is None else start.weights),
+            estimate(graph, asked, dtype),
+        )
+    else:
+        graph, engine = new.graph, new.engine()
+        parameters, memory = new.parameters, new.memory(asked, dtype)
     seconds = None
     if out is not None and (problem := disk_problem(out, parameters)):
         problems.append(Problem(problem, DoesNotFitError.exit_status))
     if problem := memory_problem(memory):
         problems.append(Problem(problem, DoesNotFitError.exit_status))
     if not any(problem.status for problem in problems):  # else there would be no step
-        seconds = settings.steps * step_seconds(make_step(graph, asked, dtype))
+        seconds = settings.steps * step_seconds(make_step(graph, asked, dtype, engine))
     precision = str(dtype).removeprefix("torch.")
     disk = disk_bytes(parameters)
     compiled = foreseen(asked.compile, "cpu") or f"compiled: about {COMPILE_SECONDS:.0f} s, and what it saves is told"
-    return Plan(settings, data, graph, parameters, epochs, disk, memory, seconds, precision, compiled, notes, problems)
+    ranks = {} if new is None else new.ranks
+    return Plan(
+        settings, data, graph, parameters, ranks, epochs, disk, memory, seconds, precision, compiled, notes, problems
+    )
 
 
-def make_step(graph: Graph, options: TrainOptions, dtype: torch.dtype) -> Callable[[], object]:
-    """A step of a run like that, on tokens without meaning. Nothing is written."""
+def make_step(
+    graph: Graph, options: TrainOptions, dtype: torch.dtype, engine: TorchEngine | None
+) -> Callable[[], object]:
+    """A step of a run like that, on tokens without meaning, written nowhere; `engine` has an adapter's parameters."""
     hp = graph.hp
     length = hp.context_length
     ids = (random_words(options.seed, 5, count=8 * length) % np.uint64(hp.vocab_size)).astype(np.int64)
     asked = replace(options, precision=str(dtype).removeprefix("torch."))
-    return Trainer(graph, Batches(ids, context_length=length, seed=0), asked, folder=Path()).train_step
+    return Trainer(graph, Batches(ids, context_length=length, seed=0), asked, folder=Path(), engine=engine).train_step
