@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from starscope.errors import DoesNotFitError, UsageError
 from starscope.formats import find_format
 from starscope.graph import Graph
+from starscope.machine import bytes_text
 from starscope.placement import BATCH, HOST, LOW_VRAM_BATCH, Device, Plan, make_plan, make_schedule, parse_devices
 from support.ladder import CONTEXT, GOLDEN, MODELS, formats_of, graph_of, plan_of, table
 
@@ -193,7 +194,7 @@ def test_auto_says_what_one_more_layer_would_need(model: str) -> None:
     plan = fitted(model, free)
     missing = total(model, plan.rungs.offloaded + 1) + plan.devices[0].margin - free
     assert plan.shortfall is not None
-    assert f"one more would need {missing / 1e6:.0f} MB more on cuda" in plan.shortfall
+    assert f"one more would need {bytes_text(missing, 2)} more on cuda" in plan.shortfall
     assert fitted(model, math.ceil((free + missing) / 0.95)).rungs.offloaded > plan.rungs.offloaded
 
 
@@ -210,7 +211,7 @@ def test_layers_that_do_not_fit_are_refused_with_what_would(model: str, layers: 
     free = total(model, 7) + (total(model, 8) - total(model, 7)) // 2
     with pytest.raises(DoesNotFitError, match=r"7 would fit \(-ngl 7\), or ask for auto") as found:
         fitted(model, free, gpu_layers=layers)
-    assert f"{free / 1e9:.2f} GB are free" in str(found.value)
+    assert f"{bytes_text(free, 2)} are free" in str(found.value)
     assert fitted(model, free, gpu_layers=7).rungs.offloaded == 7
 
 

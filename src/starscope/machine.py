@@ -69,6 +69,16 @@ def free_memory() -> int:
     return min(size for size in (found["available"], found["cgroup_limit"], UNKNOWN_MEMORY) if size is not None)
 
 
+def bytes_text(count: int, digits: int = 1) -> str:
+    """1536 -> "1.5 KiB"."""
+    size = float(count)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.{digits}f} {unit}"
+        size /= 1024
+    return f"{size:.{digits}f} TiB"
+
+
 def cpu_model() -> str:
     """The processor's name."""
     for line in read_lines("/proc/cpuinfo"):

@@ -105,14 +105,12 @@ def test_too_little_memory_is_said_before_anything_is_read(monkeypatch: pytest.M
 
     matrices = [s for s in weights.slots.values() if len(s.shape) == 2 and not s.always_f32 and s.tied_to is None]
     needed = sum(4 * int(np.prod(slot.shape)) for slot in matrices)
-    free = {"total": 10**12, "cgroup_limit": None}
-    monkeypatch.setattr(native_engine, "memory", lambda: {**free, "available": needed})
+    monkeypatch.setattr(native_engine, "free_memory", lambda: needed)
     native_engine.NativeEngine(graph, weights)
     monkeypatch.setattr(weights, "read_stored", nothing_is_read)
-    for short in ({**free, "available": needed - 1}, {**free, "available": None, "cgroup_limit": needed - 1}):
-        monkeypatch.setattr(native_engine, "memory", short.copy)
-        with pytest.raises(DoesNotFitError, match=r"the weights need 0\.0 GB of memory; 0\.0 GB are free"):
-            native_engine.NativeEngine(graph, weights)
+    monkeypatch.setattr(native_engine, "free_memory", lambda: needed - 1)
+    with pytest.raises(DoesNotFitError, match=r"the weights need [\d.]+ KiB of memory; [\d.]+ KiB are free"):
+        native_engine.NativeEngine(graph, weights)
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -126,10 +124,10 @@ def test_the_command_line_says_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch
     status, _, said = run("run", "demo", "x", "--isa", "sse9")
     assert status == 4
     assert "'sse9' cannot be used here; expected one of scalar" in said
-    monkeypatch.setattr(native_engine, "memory", lambda: {"total": 10**9, "available": 10**6, "cgroup_limit": None})
+    monkeypatch.setattr(native_engine, "free_memory", lambda: 10**6)
     status, out, said = run("run", "demo", "x", "-n", "1")
     assert (status, out) == (5, "")
-    assert "GB of memory" in said
+    assert "the weights need 4.1 MiB of memory; 976.6 KiB are free." in said
 
 
 def test_an_instruction_set_for_another_engine_is_a_usage_error() -> None:

@@ -81,6 +81,12 @@ def tell_plan(session: Session, model: str, where: EngineArguments, devices: str
         None if shares is None else tuple(shares),
     )
     found = find_devices(where["device"], placing) if named is None else named
+    for device in named or ():
+        if device.free is None and ":" in device.name:
+            session.note(
+                f"note: {device.name} is a GPU by its number, with room for anything; "
+                f"{device.name}GiB is one with so much free."
+            )
     if not found and placing.asks_for_a_gpu:
         raise UnsupportedError(
             f"{where['gpu_layers']} layers are to be on a GPU and there is none.",

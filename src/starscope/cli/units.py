@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-
-def bytes_text(count: int) -> str:
-    """1536 -> "1.5 KiB"."""
-    size = float(count)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+from starscope.machine import bytes_text as bytes_text
 
 
 def count_text(count: int) -> str:

@@ -9,7 +9,6 @@ for bit: not on the batch, on how a prompt is cut, or on the number of threads.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,7 +38,7 @@ from starscope.engine.weights import Weights
 from starscope.errors import DoesNotFitError, UnsupportedError
 from starscope.formats import Bytes, Format, decode, find_format
 from starscope.graph import Graph
-from starscope.machine import memory, usable_cores
+from starscope.machine import bytes_text, free_memory, usable_cores
 
 LISTS_KEPT = 4  # of those with edits
 ROWS_AT_ONCE = 512  # of a step; what is between the operations takes memory for so many
@@ -330,10 +329,9 @@ class NativeEngine:
                 stored = find_format(self.weights.format_name(name))
                 kept = stored if stored.type_id in self._computes else find_format("F32")
                 needed += kept.nbytes(slot.shape)
-        found = memory()
-        free = min(size for size in (found["available"], found["cgroup_limit"], sys.maxsize) if size is not None)
+        free = free_memory()
         if needed > free:
             raise DoesNotFitError(
-                f"the weights need {needed / 1e9:.1f} GB of memory; {free / 1e9:.1f} GB are free.",
+                f"the weights need {bytes_text(needed)} of memory; {bytes_text(free)} are free.",
                 hint="Quantize the model to a smaller type, or free some memory.",
             )

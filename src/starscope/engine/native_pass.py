@@ -19,7 +19,7 @@ from starscope.engine.base import MASKED, Array, Batch
 from starscope.engine.passes import attention_of
 from starscope.errors import DoesNotFitError
 from starscope.graph import Graph, Op
-from starscope.machine import memory
+from starscope.machine import bytes_text, free_memory
 
 if TYPE_CHECKING:
     from starscope.engine.native_engine import Listed, NativeEngine
@@ -294,11 +294,11 @@ class NativePass:
     def _fit_patterns(self, places: Sequence[tuple[int, int, int, int]]) -> None:
         floats = sum(heads * rows * keys for _, heads, rows, keys in places)
         if 4 * floats > ASK_FOR:
-            free = memory()["available"]
-            if free is not None and 4 * floats > free:
+            free = free_memory()
+            if 4 * floats > free:
                 raise DoesNotFitError(
-                    f"the attention patterns of a block need {4 * floats / 1e9:.1f} GB of memory; "
-                    f"{free / 1e9:.1f} GB are free.",
+                    f"the attention patterns of a block need {bytes_text(4 * floats)} of memory; "
+                    f"{bytes_text(free)} are free.",
                     hint="Run the prompt in shorter pieces.",
                 )
         self._buffers.fit_patterns(floats)

@@ -18,7 +18,7 @@ import numpy as np
 
 from starscope.engine.passes import Pass
 from starscope.errors import DoesNotFitError, OutOfOrder, Unavailable, ValueShapeError
-from starscope.machine import free_memory
+from starscope.machine import bytes_text, free_memory
 from starscope.microscope.edges import EdgeFacts, Edges
 from starscope.microscope.present import Presentation
 from starscope.microscope.tensors import Watch, as_array, as_value, torch_value
@@ -263,7 +263,7 @@ class Forward:
         needed = 2 * ITEM * math.prod(self._shape(edge))
         if needed > LARGE and self._watch is Watch and needed > (free := free_memory()):
             raise DoesNotFitError(
-                f"{self.edges.facts[edge].name} needs {needed / 1e9:.1f} GB of memory; {free / 1e9:.1f} GB are free.",
+                f"{self.edges.facts[edge].name} needs {bytes_text(needed)} of memory; {bytes_text(free)} are free.",
                 hint="Let go of what was read before, or take model.run_with_cache(..., rows=...).",
             )
 

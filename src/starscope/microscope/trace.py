@@ -35,7 +35,7 @@ from starscope.errors import (
     UsageError,
     ValueShapeError,
 )
-from starscope.machine import free_memory
+from starscope.machine import bytes_text, free_memory
 from starscope.microscope.asked import checked_names
 from starscope.microscope.edges import Edges
 from starscope.microscope.forward import Forward
@@ -454,8 +454,8 @@ class Trace:
         needed, free = graph.peak_bytes(sizes), free_memory()
         if needed > free:
             raise DoesNotFitError(
-                f"a trace runs a prompt in one piece: {sum(lengths)} tokens need {needed / 1e9:.1f} GB; "
-                f"{free / 1e9:.1f} GB are free.",
+                f"a trace runs a prompt in one piece: {sum(lengths)} tokens need {bytes_text(needed)}; "
+                f"{bytes_text(free)} are free.",
                 hint="Shorten the prompt.",
             )
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from starscope.errors import DoesNotFitError, UsageError
 from starscope.formats import find_format
 from starscope.graph import Graph
+from starscope.machine import bytes_text
 from starscope.placement.ladder import HOST, Rungs, block_devices, place_caches, place_ops, place_tensors
 from starscope.placement.schedule import Segment, make_schedule, peak_bytes
 
@@ -297,11 +298,13 @@ def _checked(placer: _Placer, asked: int) -> Plan:
     device, _ = lack
     found = plan.bytes[device.name]
     most = _most(placer, min(asked, plan.rungs.num_layers + 1), margin=False)
-    parts = f"weights {_gb(found.weights)}, keys and values {_gb(found.kv)}, scratch {_gb(found.scratch)}"
+    weights, kv, scratch, total, free = (
+        bytes_text(count, 2) for count in (found.weights, found.kv, found.scratch, found.total, device.free or 0)
+    )
     others = "." if placer.low_vram else "; --low-vram and a lower --ctx need less."
     raise DoesNotFitError(
-        f"{plan.rungs.offloaded} of {plan.rungs.num_layers + 3} layers need {_gb(found.total)} GB on {device.name} "
-        f"({parts}); {_gb(device.free or 0)} GB are free.",
+        f"{plan.rungs.offloaded} of {plan.rungs.num_layers + 3} layers need {total} on {device.name} "
+        f"(weights {weights}, keys and values {kv}, scratch {scratch}); {free} are free.",
         hint=f"{most} would fit (-ngl {most}), or ask for auto{others}",
     )
 
@@ -319,12 +322,8 @@ def _fitted(placer: _Placer, limit: int) -> Plan:
     return placer.plan(
         most,
         f"{most} of {limit} layers fit on {', '.join(one.name for one in placer.devices)} with a margin of "
-        f"{device.margin / 1e6:.0f} MB; {more} would need {missing / 1e6:.0f} MB more on {device.name}.",
+        f"{bytes_text(device.margin, 2)}; {more} would need {bytes_text(missing, 2)} more on {device.name}.",
     )
-
-
-def _gb(count: int) -> str:
-    return f"{count / 1e9:.2f}"
 
 
 def _mb(count: int) -> int:
