@@ -137,7 +137,7 @@ def check_output(path: Path, force: bool, inputs: Iterable[Path]) -> None:
     if not os.path.lexists(path):
         return
     if not force:
-        raise OutputExistsError(f"{path} exists.", hint="Use --force to replace it.")
+        raise OutputExistsError(f"{path} exists.")
     if path.exists() and any(path.samefile(file) for file in inputs if file.exists()):
         raise UsageError(f"{path} is an input of this conversion; expected another output.")
 

@@ -20,9 +20,12 @@ class StarscopeError(Exception):
     exit_status: ClassVar[int] = 1
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(message if not hint else f"{message} {hint}")
+        super().__init__(message)
         self.message = message
         self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}" if self.hint else self.message
 
 
 class UsageError(StarscopeError):
@@ -36,6 +39,9 @@ class OutputExistsError(UsageError):
     """The output is already there and nobody said that it may be replaced."""
 
     code = "output_exists"
+
+    def __init__(self, message: str, *, hint: str = "Use --force to replace it (from Python, force=True).") -> None:
+        super().__init__(message, hint=hint)
 
 
 class InputError(StarscopeError):

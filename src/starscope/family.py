@@ -317,7 +317,13 @@ def find_family_for_gguf(architecture: str) -> Family:
 
 
 def find_family_of_file(file: GGUFFile) -> Family:
-    """The family of a GGUF file; GGUFError when it names no architecture, UnsupportedError for one that is not here."""
+    """The family of a model's GGUF file; GGUFError when it names no architecture, UnsupportedError for one that is not
+    here, and for an adapter.
+    """
+    if file.get("general.type") == "adapter":
+        raise UnsupportedError(
+            f"{file.path} is an adapter; expected a model.", hint="Give its model, and this beside it with --lora."
+        )
     value = file.metadata.get(ARCHITECTURE_KEY)
     if value is None:
         raise GGUFError(f"{file.path} has no {ARCHITECTURE_KEY}; expected the name of one.")

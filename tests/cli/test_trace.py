@@ -107,7 +107,10 @@ def test_a_file_has_the_values_under_the_given_names_and_what_was_run(cli, model
     data = out.read_bytes()
     again = cli(*args)
     assert again.exit_code == 2
-    assert again.stderr.splitlines()[-2:] == [f"error: {out} exists.", "Use --force to replace it."]
+    assert again.stderr.splitlines()[-2:] == [
+        f"error: {out} exists.",
+        "Use --force to replace it (from Python, force=True).",
+    ]
     out.write_bytes(b"old")
     assert cli(*args, "--force").exit_code == 0
     assert out.read_bytes() == data

@@ -86,6 +86,10 @@ def open_checkpoint(folder: str | os.PathLike[str], *, weights: bool = True) -> 
     folder = Path(folder)
     _check_is_folder(folder)
     if not is_there(folder / "config.json"):
+        if is_there(folder / "adapter_config.json"):
+            raise UnsupportedError(
+                f"{folder} is an adapter; expected a model.", hint="Give its model, and this beside it with --lora."
+            )
         gguf = sorted(path.name for path in folder.glob("*.gguf"))
         raise InputError(
             f"{folder} has no config.json.",

@@ -201,7 +201,7 @@ def _target(path: Path, force: bool) -> Path:
         if not os.path.lexists(path):
             return path
         if not force:
-            raise OutputExistsError(f"{path} exists.", hint="Use --force to replace it.")
+            raise OutputExistsError(f"{path} exists.")
         real = Path(os.path.realpath(path)) if path.is_symlink() else path
         if real.exists() and not stat.S_ISREG(real.stat().st_mode):
             raise OutputError(f"{path} is {'a folder' if real.is_dir() else 'no regular file'} and cannot be replaced.")
@@ -252,7 +252,7 @@ def _atomic_output(path: Path, total: int, force: bool, check: Callable[[Path], 
             check(path.with_name(temporary))
         with _reasons(path):
             if not force and _status(path.name, folder) is not None:
-                raise OutputExistsError(f"{path} was created meanwhile.", hint="Use --force to replace it.")
+                raise OutputExistsError(f"{path} was created meanwhile.")
             if replaced is not None:
                 with contextlib.suppress(OSError):  # some file systems have no permissions to set
                     os.chmod(temporary, stat.S_IMODE(replaced.st_mode) & 0o777, dir_fd=folder)

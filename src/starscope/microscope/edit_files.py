@@ -106,7 +106,7 @@ def write_edits(
             if "tensor" in one:
                 one["tensor"] = {"file": tensors, "name": f"edits.{i}"}
         if path.exists() and not force:
-            raise OutputExistsError(f"{path} is there already.", hint="Choose another name, or say force.")
+            raise OutputExistsError(f"{path} exists.")
         write_safetensors(path.parent / tensors, arrays, {}, force=force)
     lines = ",\n ".join(json.dumps(one, ensure_ascii=False, allow_nan=False) for one in data)
     content = f"[{lines}]\n".encode()

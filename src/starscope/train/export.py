@@ -76,9 +76,11 @@ def check_folder(folder: Path, force: bool) -> None:
     if not any(folder.iterdir()):
         return
     if not force:
-        raise OutputExistsError(f"{folder} exists.", hint="Use --force to replace it.")
+        raise OutputExistsError(f"{folder} exists.")
     if not (folder / "config.json").exists():
-        raise OutputExistsError(f"{folder} holds something that is no model; it is not replaced.")
+        raise OutputExistsError(
+            f"{folder} holds something that is no model; it is not replaced.", hint="Choose another folder."
+        )
 
 
 def write_folder(
