@@ -14,11 +14,14 @@ import torch
 import starscope
 from families.suite import FamilySuite, prompt, reference
 from starscope.convert import convert
+from starscope.engine import ENGINES
+from starscope.engine.base import MASKED
 from starscope.errors import CheckpointError, GGUFError, UnsupportedError
 from starscope.families import llama
 from starscope.family import make_hparams, read_config, write_config
 from starscope.formats import find_format
 from starscope.gguf import OutputTensor, Value, boolean, f32, read_gguf, string, u32, write_gguf
+from starscope.microscope.tensors import as_array
 from starscope.rope import inverse_frequencies, llama3_factors, rotation
 from support.checkpoints import edit_config
 from support.llama_checkpoints import LLAMAS, SCALINGS, Llama, make_llama
@@ -124,6 +127,19 @@ def test_a_window_hides_what_is_too_far_back(tmp_path: Path, engine: str) -> Non
     one, other = model.forward(ids)[0], model.forward(changed)[0]
     assert (one[:17] != other[:17]).any(-1).all()
     assert (one[17:] == other[17:]).all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_patterns_of_single_queries_have_the_window_too(tmp_path: Path, engine: str) -> None:
+    make_llama(tmp_path, window=9)
+    model = starscope.load(tmp_path, engine=engine)
+    ids, names = prompt(320, 40), ["*.attention_scores", "*.attention_probabilities"]
+    _, whole = model.run_with_cache(ids, names)
+    _, some = model.run_with_cache(ids, names, rows=[3, 20, 39])
+    for name, pattern in some.items():
+        wanted = as_array(whole[name])[:, :, [3, 20, 39]]
+        assert ((as_array(pattern) <= MASKED) == (wanted <= MASKED)).all(), name
+        assert np.allclose(as_array(pattern), wanted, rtol=1e-5, atol=1e-6), name
 
 
 def test_a_longer_context_with_dynamic_scaling_has_the_bits_of_its_whole_length(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from starscope.engine import ENGINES
 from starscope.microscope import Edit
 from starscope.microscope.tensors import as_array
 from support.edited import Given, by_hand, cuts, given_edits, make_model, random_prompts
+from support.llama_checkpoints import make_llama
 from support.numbers import TOLERANCE, ulps
 from support.traces import same
 
@@ -111,6 +113,56 @@ def test_edited_texts_generated_together_are_those_generated_in_a_trace(name: st
         ended = next((i for i, token in enumerate(tokens[row]) if token in stop), NEW)
         assert completion.token_ids == tokens[row][:ended]
     assert torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_query_that_sees_nothing_attends_evenly_to_what_is_up_to_it(name: str) -> None:
+    """Not to what is behind it, which a shorter piece of the text does not have."""
+    model = make_model(name, "F32")
+    [prompt] = random_prompts(7, [6])
+    with model.editing(Edit("attention_scores", "mask", layers=0, keys="0:3")), model.trace(prompt):
+        pattern = as_array(model.layers[0].self_attn.attention_probabilities).copy()[0]
+        logits = as_array(model.logits).copy()
+    even = np.tril(np.ones((3, 3), np.float32)) / np.arange(1, 4, dtype=np.float32)[:, None]
+    assert np.allclose(pattern[:, :3, :3], even, rtol=1e-6)
+    assert not pattern[:, :3, 3:].any()
+    with model.editing(Edit("attention_scores", "mask", layers=0, keys="0:3")):
+        for length in (1, 2, 3):
+            assert ulps(as_array(model.forward(prompt[:length])), logits[:, :length]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_edits_of_patterns_open_nothing_outside_a_sliding_window(name: str, tmp_path: Path) -> None:
+    make_llama(tmp_path, window=5)
+    model = starscope.load(tmp_path, engine=name)
+    prompt = list(range(40, 54))
+    tensor = np.random.default_rng(1).normal(size=10).astype(np.float32)
+    edits = [
+        Edit("attention_scores", "set", layers=0, keys="2:12", tensor=tensor),
+        Edit("attention_probabilities", "add", layers=1, keys="0:20", tensor=0.25),
+    ]
+
+    def seen(pattern: torch.Tensor) -> torch.Tensor:
+        keys, rows = torch.arange(pattern.shape[-1]), pattern.shape[-2]
+        queries = torch.arange(len(keys) - rows, len(keys))[:, None]
+        return (keys <= queries) & (keys > queries - 5)
+
+    expected = []
+    with model.trace(prompt, max_new_tokens=NEW) as t:
+        for _ in t.steps():
+            scores = model.layers[0].self_attn.attention_scores
+            new = scores.clone()
+            new[..., 2:12] = torch.from_numpy(tensor[: new.shape[-1] - 2])
+            scores[...] = new.where(seen(new), scores)
+            probabilities = model.layers[1].self_attn.attention_probabilities
+            probabilities[...] = (probabilities + 0.25).where(seen(new), probabilities)
+            expected.append(as_array(model.logits).copy())
+    with model.editing(edits), model.trace(prompt, max_new_tokens=NEW) as t:
+        found = [as_array(model.logits).copy() for _ in t.steps()]
+    for a, b in zip(found, expected, strict=True):
+        assert same(a, b)
+    compiled = as_array(model.with_edits(edits).forward(prompt))
+    assert ulps(compiled, expected[0]) <= (0 if name == "native" else TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -95,7 +95,7 @@ def changed(graph: Graph, batch: Batch, edge: int, value: Any, changes: Sequence
         if attention_of(graph, edge) is not None:
             _change_cached(batch, value, change)
         elif change.heads:
-            _change_patterns(batch, value, change)
+            _change_patterns(batch, value, change, _window(graph, edge))
         else:
             value = change_rows(value, change)
     return value
@@ -121,8 +121,17 @@ def _change_cached(batch: Batch, value: Any, change: EditRows) -> None:
         value[i][:, at] = new.reshape(len(rows), heads, dim).swapaxes(0, 1)
 
 
-def _change_patterns(batch: Batch, value: Any, change: EditRows) -> None:
-    """Scores or probabilities `[num_heads query key]` of each sequence, where the key is not behind the query."""
+def _window(graph: Graph, edge: int) -> int | None:
+    """How many keys a query sees at the most, of the scores or of what is made of them."""
+    op = graph.ops[graph.producers[edge] or 0]
+    while op.kind != "scores":
+        op = graph.ops[graph.producers[op.inputs[0]] or 0]
+    window: int | None = op.attrs["window"]
+    return window
+
+
+def _change_patterns(batch: Batch, value: Any, change: EditRows, window: int | None) -> None:
+    """Scores or probabilities `[num_heads query key]` of each sequence, where the query sees the key."""
     for i, rows, values in _of_sequences(batch, change):
         stop = min(change.first_col + change.cols, value[i].shape[2])
         keys = np.arange(change.first_col, stop)
@@ -130,7 +139,8 @@ def _change_patterns(batch: Batch, value: Any, change: EditRows) -> None:
         heads = slice(change.first_head, change.first_head + change.heads)
         old = value[i][heads, queries, cols]
         new = _apply(old, change, values[:, : len(keys)])
-        seen = _like(keys <= batch.pasts[i] + rows[:, None], value[i])
+        at = batch.pasts[i] + rows[:, None]
+        seen = _like((keys <= at) & (window is None or keys > at - window), value[i])
         value[i][heads, queries, cols] = (
             np.where(seen, new, old) if isinstance(old, np.ndarray) else new.where(seen, old)
         )

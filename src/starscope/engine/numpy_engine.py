@@ -108,12 +108,24 @@ def unseen(past: int, query: int, key: int, window: int | None) -> Array:
     return future if window is None else future | (keys <= queries - window)
 
 
-def softmax(_engine: NumpyEngine, _batch: Batch, _op: Op, inputs: list[Any]) -> list[Array]:
+def softmax(_engine: NumpyEngine, batch: Batch, _op: Op, inputs: list[Any]) -> list[Array]:
     made = []
-    for x in inputs[0]:
-        e = np.exp(x - x.max(axis=-1, keepdims=True))
+    for x, past in zip(inputs[0], batch.pasts, strict=False):
+        highest = x.max(axis=-1, keepdims=True)
+        e = np.exp(x - highest)
+        hide_behind(e, highest, past)
         made.append(e / e.sum(axis=-1, keepdims=True))
     return made
+
+
+def hide_behind(weights: Array, highest: Array, past: int) -> None:
+    """Where a query's scores are all masked, its weights `[heads query key]` are of the keys up to it: what comes
+    behind it, and with it how a text is cut, makes no difference.
+    """
+    blind = highest <= MASKED
+    if blind.any():
+        _, query, key = weights.shape
+        weights[blind & unseen(past, query, key, None)] = 0
 
 
 def mix(_engine: NumpyEngine, _batch: Batch, _op: Op, inputs: list[Any]) -> Array:

@@ -55,7 +55,7 @@ def softmax(engine: NumpyEngine, batch: Batch, op: Op, inputs: list[Any]) -> lis
     if not engine.weights.half_cache:
         return numpy_engine.softmax(engine, batch, op, inputs)
     made = []
-    for x in inputs[0]:  # [num_heads query key]
+    for x, past in zip(inputs[0], batch.pasts, strict=False):  # [num_heads query key]
         tiles = -(-x.shape[-1] // TILE_KEYS)
         padded = np.full((*x.shape[:-1], tiles * TILE_KEYS), MASKED, np.float32)
         with np.errstate(over="ignore"):
@@ -65,6 +65,7 @@ def softmax(engine: NumpyEngine, batch: Batch, op: Op, inputs: list[Any]) -> lis
         weights = to_bfloat16(np.exp2(padded - largest))
         weights *= np.exp2(largest - largest.max(axis=-2, keepdims=True))
         weights = weights.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+        numpy_engine.hide_behind(weights, x.max(axis=-1, keepdims=True), past)
         made.append(weights / weights.sum(axis=-1, keepdims=True))
     return made
 

@@ -35,7 +35,6 @@ from starscope.engine.torch_kernels import Group as Group
 from starscope.engine.torch_kernels import Step as Step
 from starscope.engine.torch_kernels import Weight, fused_attention
 from starscope.engine.torch_kernels import gelu_tanh as gelu_tanh
-from starscope.engine.torch_kernels import unseen as unseen
 from starscope.engine.weights import Weights
 from starscope.errors import UnsupportedError
 from starscope.graph import Graph, Op

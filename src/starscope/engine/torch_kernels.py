@@ -135,12 +135,22 @@ def scores(_weights: Mapping[str, Tensor], step: Step, op: Op, inputs: list[Any]
         heads = q.shape[2]
         q = q.transpose(1, 2).reshape(n, kv_heads, -1, q.shape[-1])  # the query heads of a key head together
         s = (q @ k.transpose(-1, -2)).reshape(n, heads, group.new, key) * op.attrs["scale"]
-        made.append(s.masked_fill(unseen(group.past, group.new, key, op.attrs["window"], s.device), MASKED))
+        made.append(s.masked_fill(unseen(queries_of(group, s.device), key, op.attrs["window"]), MASKED))
     return made
 
 
-def softmax(_weights: Mapping[str, Tensor], _step: Step, _op: Op, inputs: list[Any]) -> list[Tensor]:
-    return [x.softmax(-1) for x in inputs[0]]
+def softmax(_weights: Mapping[str, Tensor], step: Step, _op: Op, inputs: list[Any]) -> list[Tensor]:
+    return [probabilities(x, queries_of(group, x.device)) for group, x in zip(step.groups, inputs[0], strict=True)]
+
+
+def probabilities(scores: Tensor, queries: Tensor) -> Tensor:
+    """The softmax of scores `[... query key]`. Where everything is masked, for no key is seen, it is even over those up
+    to the query: what comes behind it, and with it how a text is cut, makes no difference.
+    """
+    if scores.shape[-2] > 1:
+        blind = scores.amax(-1, keepdim=True) <= MASKED
+        scores = scores.masked_fill(blind & unseen(queries, scores.shape[-1], None), -math.inf)
+    return scores.softmax(-1)
 
 
 def mix(_weights: Mapping[str, Tensor], _step: Step, _op: Op, inputs: list[Any]) -> Tensor:
@@ -249,7 +259,7 @@ def _attend_many(group: Group, attrs: Mapping[str, Any], queries: Tensor, k: Ten
     k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
     reach = window if window is not None and window < length else None  # where it hides anything
     square = group.past == 0 and reach is None
-    mask = None if square else _mask(q, unseen(group.past, new, length, reach, k.device))
+    mask = None if square else _mask(q, unseen(queries_of(group, k.device), length, reach))
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square, scale=scale)
 
     def alone(i: int) -> Tensor:
@@ -268,9 +278,13 @@ def _mask(q: Tensor, hidden: Tensor) -> Tensor:
     return q.new_zeros(rows, -(-cols // 16) * 16)[:, :cols].masked_fill_(hidden, -math.inf)
 
 
-def unseen(past: int, query: int, key: int, window: int | None, device: torch.device) -> Tensor:
+def queries_of(group: Group, device: torch.device) -> Tensor:
+    """The positions of a group's new rows: int64 `[query]`."""
+    return torch.arange(group.past, group.past + group.new, device=device)
+
+
+def unseen(queries: Tensor, key: int, window: int | None) -> Tensor:
     """Where a key is behind its query, or too far before it for a window: bool `[query key]`."""
-    keys = torch.arange(key, device=device)
-    queries = past + torch.arange(query, device=device)[:, None]
+    keys, queries = torch.arange(key, device=queries.device), queries[:, None]
     future = keys > queries
     return future if window is None else future | (keys <= queries - window)

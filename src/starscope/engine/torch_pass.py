@@ -18,6 +18,7 @@ from starscope.cache import Cache
 from starscope.engine.base import MASKED, Array, Batch, input_values
 from starscope.engine.passes import attention_of
 from starscope.engine.torch_engine import KERNELS, Fusion, memory_errors
+from starscope.engine.torch_kernels import unseen
 
 if TYPE_CHECKING:
     from starscope.engine.torch_engine import TorchEngine
@@ -145,17 +146,16 @@ class TorchPass:
         if fusion is None or edge in self._beside or not self._written.isdisjoint(fusion.hidden):
             return [whole[:, some] for whole, some in zip(self.read(edge), rows, strict=True)]
         q, k, _ = fusion.inputs
-        scale, made = self.graph.ops[fusion.first].attrs["scale"], []
+        attrs, made = self.graph.ops[fusion.first].attrs, []
         with self._running():
             parts = zip(self._step.groups, self._step.split(self._values[q]), self._values[k], rows, strict=True)
             for group, queries, keys, some in parts:
                 picked = torch.from_numpy(np.asarray(some, np.int64)).to(self.device)
                 kv_heads, key, dim = keys[0].shape
                 at = queries[0, picked].transpose(0, 1)  # [num_heads n dim]
-                s = (at.reshape(kv_heads, -1, dim) @ keys[0].transpose(-1, -2)).reshape(*at.shape[:2], key) * scale
-                future = torch.arange(key, device=self.device) > group.past + picked[:, None]
-                s = s.masked_fill(future, MASKED)
-                made.append(s if edge == fusion.hidden[0] else s.softmax(-1))
+                s = (at.reshape(kv_heads, -1, dim) @ keys[0].transpose(-1, -2)).reshape(*at.shape[:2], key)
+                s = (s * attrs["scale"]).masked_fill(unseen(group.past + picked, key, attrs["window"]), MASKED)
+                made.append(s if edge == fusion.hidden[0] else s.softmax(-1))  # no row is masked throughout
         return made
 
     def write(self, edge: int, value: Any) -> None:

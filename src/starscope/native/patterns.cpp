@@ -3,6 +3,8 @@
 #include <float.h>
 #include <string.h>
 
+#include <algorithm>
+
 #include "attention_parts.h"
 
 namespace starscope {
@@ -162,6 +164,11 @@ class Worker {
 
 }  // namespace
 
+// Whether no score is above the lowest float.
+static bool is_masked(const float* scores, size_t count) {
+    return std::all_of(scores, scores + count, [](float score) { return score <= -FLT_MAX; });
+}
+
 void make_scores(const AttentionKernels& kernels, const AttentionStep& step, float* patterns, Team& team, int thread,
                  uint8_t* scratch) {
     Worker(kernels, step, team, thread, scratch).scores(patterns);
@@ -173,7 +180,11 @@ void make_probabilities(const AttentionKernels& kernels, const AttentionStep& st
         const size_t keys = end_of(step.sequences[i]);
         for (size_t row = 0; row < step.heads * step.sequences[i].new_rows; ++row, patterns += keys) {
             if (!queue.reached()) continue;
-            arithmetic_of(kernels, step).softmax(patterns, keys);
+            // Where all is masked, what is behind the query makes no difference: it is not there for a shorter text.
+            const size_t seen = step.sequences[i].past + row % step.sequences[i].new_rows + 1;
+            const size_t count = is_masked(patterns, keys) ? seen : keys;
+            arithmetic_of(kernels, step).softmax(patterns, count);
+            std::fill(patterns + count, patterns + keys, 0.0f);
             queue.take();
         }
     }

@@ -276,11 +276,14 @@ void Program::edit_patterns(const Instruction& i, const Step& step, const Edit& 
     for (const Sequence& s : step.sequences) {
         const size_t keys = s.past + s.new_rows;
         if (row >= s.first_row && row < s.first_row + s.new_rows) {
-            const size_t query = row - s.first_row, seen = s.past + query + 1;
-            if (edit.first_col >= seen) return;
+            const size_t query = row - s.first_row, seen = s.past + query + 1;  // keys, but for those outside a window
+            const size_t window = i.window > 0 ? i.window : kNoWindow;
+            const size_t first = std::max(edit.first_col, seen > window ? seen - window : 0);
+            const size_t stop = std::min(edit.first_col + edit.cols, seen);
+            if (first >= stop) return;
             for (size_t head = edit.first_head; head < edit.first_head + edit.heads; ++head) {
-                edit.apply(number, pattern + (head * s.new_rows + query) * keys + edit.first_col,
-                           std::min(edit.cols, seen - edit.first_col));
+                edit.apply(number, pattern + (head * s.new_rows + query) * keys + first, stop - first,
+                           first - edit.first_col);
             }
         }
         pattern += i.heads * s.new_rows * keys;

@@ -125,9 +125,10 @@ struct Edit {
     size_t value_rows, value_cols;
     size_t first_head, heads;  // of patterns
 
-    void apply(size_t number, float* x, size_t columns) const {
-        const float* value = values + (value_rows == 1 ? 0 : number * value_cols);
+    // Changes `columns` of a row, of which x is the first and which begin `skipped` behind those of the edit.
+    void apply(size_t number, float* x, size_t columns, size_t skipped = 0) const {
         const size_t step = value_cols == 1 ? 0 : 1;
+        const float* value = values + (value_rows == 1 ? 0 : number * value_cols) + skipped * step;
         for (size_t c = 0; c < columns; ++c) x[c] = scale == 0 ? value[c * step] : scale * x[c] + value[c * step];
     }
 };
