@@ -49,7 +49,6 @@ class NotKeptError(TraceError, KeyError):
     """A value that was not asked for when the model ran."""
 
     code = "not_kept"
-    __str__ = Exception.__str__
 
 
 class ActivationCache(Mapping[str, Any]):
