@@ -99,6 +99,20 @@ def test_an_edit_changes_the_step_and_those_after_it(model: starscope.Model) -> 
     assert greedy(model, PROMPT, 6) == plain
 
 
+def test_a_value_and_a_part_of_it_are_changed_apart_once_reads_are_foreseen(model: starscope.Model) -> None:
+    """The queries are a part of what c_attn gives: two values, with numbers of their own, in every step."""
+    with model.trace(PROMPT, max_new_tokens=6, logit_bias=never(model)) as t:
+        for step in t.steps():
+            attention = model.layers[0].self_attn
+            fused = attention.c_attn.output
+            before = fused.clone()
+            queries = attention.attention_queries
+            if step == 4:
+                queries *= 2
+                assert same(fused, before)
+        assert step == 5
+
+
 def test_after_break_the_rest_runs_and_after_stop_it_does_not(model: starscope.Model) -> None:
     plain = greedy(model, PROMPT, 6)
     for at in (0, 2, 5):

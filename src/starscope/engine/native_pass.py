@@ -133,7 +133,8 @@ class NativePass:
         for edge, number in plan.whole:
             self._kept[edge] = arrays[number]
         for edge, number, column, cols in plan.parts:
-            self._kept[edge] = arrays[number][:, column : column + cols].reshape(self._shape(edge))
+            part = arrays[number][:, column : column + cols]
+            self._kept[edge] = part.reshape(self._shape(edge)).copy()  # whoever changes it changes nothing else
         for edge in plan.others:
             self._kept[edge] = self.read(edge)
 
