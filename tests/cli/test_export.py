@@ -40,6 +40,6 @@ def test_what_cannot_be_exported_ends_with_its_status(cli, model, folder, tmp_pa
 
 def test_exporting_imports_no_torch(model, tmp_path):
     paths = f"{str(model)!r}, {str(tmp_path / 'hf')!r}"
-    code = f"import sys; from starscope.train.export import export_gguf as e; e({paths}); print('torch' in sys.modules)"
+    code = f"import sys; from starscope.export import export_gguf as e; e({paths}); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

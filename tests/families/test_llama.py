@@ -86,7 +86,7 @@ def test_released_configs_are_read_and_written_back(config: dict[str, Any]) -> N
 def test_transformers_reads_an_exported_folder_with_the_same_logits(setting: Llama, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from starscope.train.export import export_gguf
+    from starscope.export import export_gguf
 
     oracle = make_llama(tmp_path / "hf", **setting.options()).float()
     path = convert(tmp_path / "hf", tmp_path / "model.gguf", to="f32").out
@@ -257,7 +257,7 @@ def test_factors_of_another_converter_are_recognised_or_refused_on_export(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    from starscope.train.export import export_gguf
+    from starscope.export import export_gguf
 
     oracle = make_llama(tmp_path / "hf", scaling="llama3", theta=5e5, head_dim=32)
     oracle.config.rope_parameters["original_max_position_embeddings"] = trained

@@ -23,7 +23,7 @@ def export(ctx: click.Context, source: str, out: str, to: str, force: bool) -> N
     The folder is what transformers and vLLM load: config.json, model.safetensors and the tokenizer's files. Quantized
     weights are decoded; in f32 they are exactly what the file says.
     """
-    from starscope.train.export import export_gguf
+    from starscope.export import export_gguf
 
     session: Session = ctx.obj
     with byte_progress(session, "exporting") as progress:

@@ -21,6 +21,7 @@ import numpy as np
 
 from starscope.engine import Weights, make_engine
 from starscope.errors import VerificationError
+from starscope.export import write_tokenizer
 from starscope.family import Family, HParams
 from starscope.graph import adapter_names
 from starscope.hub import find_name
@@ -28,7 +29,6 @@ from starscope.lora import Adapter, Pair, read_adapter
 from starscope.lora.apply import combined, recorded
 from starscope.lora.gguf_file import write_gguf_adapter
 from starscope.lora.peft import write_peft
-from starscope.train.export import write_tokenizer
 from starscope.train.job import (
     DATA,
     PROBE_TOKENS,

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from starscope.errors import DoesNotFitError, OutputError, OutputExistsError, StarscopeError, UsageError
+from starscope.export import check_folder, write_folder, write_tokenizer
 from starscope.family import find_family, make_hparams, write_config
 from starscope.graph import Graph, record
 from starscope.machine import free_memory
@@ -29,7 +30,6 @@ from starscope.recipes import find_recipe
 from starscope.tokenizer import Tokenizer
 from starscope.train.checkpoints import CURRENT, PREVIOUS, load_checkpoint
 from starscope.train.estimate import MemoryEstimate, estimate
-from starscope.train.export import check_folder, write_folder, write_tokenizer
 from starscope.train.log import append_line
 from starscope.train.loop import PARAMETER, HeldOut, Outcome, Trainer, TrainOptions
 from starscope.train.output import write_model

@@ -1,7 +1,7 @@
 """A model as a Hugging Face folder: config.json, model.safetensors and the tokenizer's files.
 
-transformers and vLLM load it, and `starscope convert` makes the GGUF file of it that it came from. A GGUF file of this
-family is read by nothing else that could write such a folder. Weights pass through memory a tensor at a time.
+transformers and vLLM load it, and `starscope convert` makes the GGUF file of it that it came from. Weights pass through
+memory a tensor at a time.
 
     report = export_gguf("model-q8_0.gguf", "model-hf")
 """
@@ -32,6 +32,10 @@ from starscope.mapping import map_checkpoint
 from starscope.tokenizer import Tokenizer
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # TYPE -> torch's name
+WEIGHTS = "model.safetensors"
+EXPORTED = frozenset(
+    {"config.json", "generation_config.json", WEIGHTS, "tokenizer.json", "tokenizer_config.json"}
+)  # the files of a folder that is written here
 ALIGNMENT = 8  # bytes: where the numbers of a safetensors file begin
 TIE_KEY = "tie_word_embeddings"
 Progress = Callable[[int, int], None]
@@ -68,7 +72,7 @@ def export_gguf(
 
 
 def check_folder(folder: Path, force: bool) -> None:
-    """Refuse, before any work, a folder that exists unless `force`, and one that `force` must not replace."""
+    """Refuse, before any work, a folder that exists unless `force`, and always one that holds anything but a model."""
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():
@@ -77,9 +81,11 @@ def check_folder(folder: Path, force: bool) -> None:
         return
     if not force:
         raise OutputExistsError(f"{folder} exists.")
-    if not (folder / "config.json").exists():
+    others = sorted(path.name for path in folder.iterdir() if path.name not in EXPORTED)
+    if others:
         raise OutputExistsError(
-            f"{folder} holds something that is no model; it is not replaced.", hint="Choose another folder."
+            f"{folder} has {others[0]}, which is not part of an exported model: nothing was replaced.",
+            hint="Choose another folder, or move that file.",
         )
 
 
@@ -122,7 +128,7 @@ def write_folder(
         for name, document in documents.items():
             text = json.dumps(document, ensure_ascii=False, indent=2) + "\n"
             (made / name).write_text(text, encoding="utf-8")
-        size = _write_weights(made / "model.safetensors", slots, weights, to.lower(), progress)
+        size = _write_weights(made / WEIGHTS, slots, weights, to.lower(), progress)
         if verify:
             _verify(made, slots, weights, to.lower())
         return size
@@ -199,7 +205,11 @@ def _their_rows(slot: Slot, ours: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """A folder that is filled under another name; complete, it takes its own, and the place of an old one."""
+    """A folder that is filled under another name; complete, it takes its own, and the place of an old one.
+
+    A link to a folder stays, and the folder behind it is replaced.
+    """
+    folder = Path(os.path.realpath(folder))
     temporary = folder.with_name(f".starscope-{secrets.token_hex(8)}")
     old = folder.with_name(f".starscope-{secrets.token_hex(8)}")
     try:

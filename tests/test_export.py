@@ -12,10 +12,10 @@ import torch
 import starscope
 from starscope.convert import convert
 from starscope.errors import OutputExistsError, UnsupportedError
+from starscope.export import export_gguf, write_folder
 from starscope.family import all_families, find_family, read_config, write_config
 from starscope.formats import decode, encode, find_format
 from starscope.tokenizer import Tokenizer
-from starscope.train.export import export_gguf, write_folder
 from starscope.train.optim import initial_weights
 from starscope.train.output import write_model
 from starscope.train.presets import family_sizes
@@ -115,15 +115,41 @@ def test_a_folder_that_is_there_is_replaced_only_when_asked_and_only_by_a_whole_
     before = (folder / "model.safetensors").read_bytes()
     with pytest.raises(OutputExistsError, match="hf exists"):
         export_gguf(tmp_path / "a.gguf", folder)
-    monkeypatch.setattr("starscope.train.export._write_weights", lambda *_: 1 / 0)
+    monkeypatch.setattr("starscope.export._write_weights", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         export_gguf(tmp_path / "a.gguf", folder, force=True)
     assert (folder / "model.safetensors").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "hf", "tokenizer"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("do not lose me")
-    with pytest.raises(OutputExistsError, match="no model; it is not replaced"):
+    with pytest.raises(OutputExistsError, match=r"mine has thesis\.txt, which is not part of an exported model"):
         export_gguf(tmp_path / "a.gguf", tmp_path / "mine", force=True)
+
+
+def test_a_folder_is_never_replaced_with_what_else_is_in_it(tmp_path, tokenizer):
+    """Its own source least of all."""
+    folder = tmp_path / "hf"
+    write(tmp_path / "a.gguf", tokenizer, "f32")
+    export_gguf(tmp_path / "a.gguf", folder)
+    (folder / "a.gguf").write_bytes((tmp_path / "a.gguf").read_bytes())
+    for extra in ("a.gguf", "notes.txt"):
+        (folder / extra).touch()
+        with pytest.raises(OutputExistsError, match=f"hf has {extra}, which is not part of an exported model"):
+            export_gguf(folder / "a.gguf" if extra == "a.gguf" else tmp_path / "a.gguf", folder, force=True)
+        assert (folder / extra).exists()
+        (folder / extra).unlink()
+    export_gguf(tmp_path / "a.gguf", folder, force=True)
+
+
+def test_a_link_to_a_folder_stays_one(tmp_path, tokenizer):
+    write(tmp_path / "a.gguf", tokenizer, "f32")
+    export_gguf(tmp_path / "a.gguf", tmp_path / "there")
+    (tmp_path / "link").symlink_to("there")
+    (tmp_path / "there" / "model.safetensors").write_bytes(b"old")
+    export_gguf(tmp_path / "a.gguf", tmp_path / "link", force=True)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "there" / "model.safetensors").stat().st_size > 1000
+    assert not list(tmp_path.glob(".starscope*"))
 
 
 def test_a_type_that_such_a_folder_cannot_have_is_refused(tmp_path, tokenizer):
