@@ -63,3 +63,27 @@ def test_a_process_bound_to_one_thread_uses_one_core() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["1", "1"]
+
+
+V1, V2 = "/sys/fs/cgroup/memory/memory.", "/sys/fs/cgroup/memory."
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, 900_000),  # no container: what the system has
+        ({f"{V2}max": "max"}, 900_000),
+        ({f"{V2}max": "500000"}, 500_000),
+        ({f"{V2}max": "500000", f"{V2}current": "200000"}, 300_000),
+        ({f"{V2}max": "500000", f"{V2}current": "450000", f"{V2}stat": "anon 1\ninactive_file 50000"}, 100_000),
+        ({f"{V2}max": "500000", f"{V2}current": "600000"}, 0),
+        ({f"{V1}limit_in_bytes": "500000", f"{V1}usage_in_bytes": "200000",
+          f"{V1}stat": "inactive_file 9\ntotal_inactive_file 20000"}, 320_000),
+    ],
+)  # fmt: skip
+def test_free_memory_is_what_is_left_of_the_containers(
+    monkeypatch: pytest.MonkeyPatch, files: dict[str, str], left: int
+) -> None:
+    pages = {"/proc/meminfo": "MemTotal: 976 kB\nMemAvailable: 879 kB\n", **files}
+    monkeypatch.setattr(machine, "read_lines", lambda path: pages.get(path, "").splitlines())
+    assert machine.free_memory() == pytest.approx(left, abs=200)

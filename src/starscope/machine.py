@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 from pathlib import Path
 
+STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""The signals that ask a process to end: Ctrl-C, `kill`, and a terminal that was closed."""
 UNKNOWN_MEMORY = 1 << 62  # bytes, where nothing says how much there is
 
 
@@ -49,7 +52,7 @@ def cgroup_cores() -> float | None:
 
 
 def memory() -> dict[str, int | None]:
-    """Bytes in all, free to use now, and allowed by the container."""
+    """Bytes in all, free to use now, and allowed by the container and left of that (cgroup v2, then v1)."""
     table = {}
     for line in read_lines("/proc/meminfo"):
         name, _, value = line.partition(":")
@@ -60,13 +63,25 @@ def memory() -> dict[str, int | None]:
     total = table.get("MemTotal")
     if limit is not None and total is not None and limit >= total:  # v1 writes "no limit" as a huge number
         limit = None
-    return {"total": total, "available": table.get("MemAvailable"), "cgroup_limit": limit}
+    left = None if limit is None else max(0, limit - cgroup_memory())
+    return {"total": total, "available": table.get("MemAvailable"), "cgroup_limit": limit, "cgroup_left": left}
+
+
+def cgroup_memory() -> int:
+    """The bytes that count towards the container's limit, without file pages that it may drop."""
+    used = read_lines("/sys/fs/cgroup/memory.current") or read_lines("/sys/fs/cgroup/memory/memory.usage_in_bytes")
+    kinds = read_lines("/sys/fs/cgroup/memory.stat") or read_lines("/sys/fs/cgroup/memory/memory.stat")
+    words = dict(line.split() for line in kinds if len(line.split()) == 2)
+    droppable = words.get("total_inactive_file", words.get("inactive_file", "0"))
+    if not (used and used[0].isdigit() and droppable.isdigit()):
+        return 0
+    return max(0, int(used[0]) - int(droppable))
 
 
 def free_memory() -> int:
     """Bytes that may be used now, as far as the system and the container say."""
     found = memory()
-    return min(size for size in (found["available"], found["cgroup_limit"], UNKNOWN_MEMORY) if size is not None)
+    return min(size for size in (found["available"], found["cgroup_left"], UNKNOWN_MEMORY) if size is not None)
 
 
 def bytes_text(count: int, digits: int = 1) -> str:

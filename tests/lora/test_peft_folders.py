@@ -112,6 +112,19 @@ def test_a_whole_module_with_a_scale_lies_between_the_base_and_itself(checkpoint
     assert np.array_equal(half.weights["embed_tokens.weight"], plain.weights["embed_tokens.weight"])
 
 
+def test_the_changes_of_several_whole_modules_add_up_whatever_their_order(checkpoint, tmp_path):
+    make_adapter(checkpoint, tmp_path / "one", targets=["c_attn"], modules_to_save=["lm_head"])
+    make_adapter(checkpoint, tmp_path / "two", targets=["c_attn"], modules_to_save=["lm_head"], seed=5)
+    plain, one, two = (
+        starscope.load(checkpoint, engine="numpy", lora=lora).weights["lm_head.weight"]
+        for lora in ((), tmp_path / "one", tmp_path / "two")
+    )
+    assert not np.array_equal(one, two)
+    for order in ([tmp_path / "one", tmp_path / "two"], [tmp_path / "two", tmp_path / "one"]):
+        both = starscope.load(checkpoint, engine="numpy", lora=order).weights["lm_head.weight"]
+        assert np.allclose(both - plain, (one - plain) + (two - plain), atol=1e-6)
+
+
 def test_an_embedding_that_peft_saved_unchanged_costs_nothing(checkpoint, tmp_path):
     make_adapter(checkpoint, tmp_path, targets=["lm_head"])
     stored = json.loads((tmp_path / "adapter_config.json").read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from starscope.errors import DoesNotFitError, InputError, InvalidContentError, OutputError
+from starscope.errors import DoesNotFitError, InputError, InvalidContentError
 from starscope.train import checkpoints
 from starscope.train.checkpoints import CURRENT, PREVIOUS, State, load_checkpoint, read_checkpoint, save_checkpoint
 
@@ -74,7 +74,9 @@ def test_no_checkpoint_at_all_is_an_input_error(tmp_path):
 
 def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
     save_checkpoint(tmp_path, state(1))
-    monkeypatch.setattr(checkpoints.os, "statvfs", lambda _: type("Full", (), {"f_bavail": 0, "f_frsize": 4096}))
+    monkeypatch.setattr(
+        checkpoints.os, "statvfs", lambda _: type("Full", (), {"f_blocks": 9, "f_bavail": 0, "f_frsize": 4096})
+    )
     with pytest.raises(DoesNotFitError, match="has 0 bytes free; a checkpoint needs"):
         save_checkpoint(tmp_path, state(2))
     assert load_checkpoint(tmp_path)[0].step == 1
@@ -87,15 +89,25 @@ def test_a_disk_that_fills_up_while_writing_leaves_the_checkpoint_that_was_there
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoints.os, "fsync", full)
-    with pytest.raises(OutputError, match=r"checkpoint\.bin cannot be written: No space left on device"):
+    with pytest.raises(DoesNotFitError, match=r"checkpoint\.bin cannot be written: the disk is full"):
         save_checkpoint(tmp_path, state(2))
     assert load_checkpoint(tmp_path)[0].step == 1
     assert [path.name for path in tmp_path.iterdir()] == [CURRENT]
 
 
+def test_a_file_system_that_says_nothing_about_its_size_is_tried(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        checkpoints.os, "statvfs", lambda _: type("Silent", (), {"f_blocks": 0, "f_bavail": 0, "f_frsize": 4096})
+    )
+    save_checkpoint(tmp_path, state(1))
+    assert load_checkpoint(tmp_path)[0].step == 1
+
+
 def test_what_is_asked_of_the_disk_is_at_least_what_is_written(tmp_path, monkeypatch):
     arrays = {f"exp_avg_sq:layers.{i}.post_attention_layernorm.weight": np.zeros(i, np.float32) for i in range(200)}
-    monkeypatch.setattr(checkpoints.os, "statvfs", lambda _: type("Full", (), {"f_bavail": 0, "f_frsize": 4096}))
+    monkeypatch.setattr(
+        checkpoints.os, "statvfs", lambda _: type("Full", (), {"f_blocks": 9, "f_bavail": 0, "f_frsize": 4096})
+    )
     with pytest.raises(DoesNotFitError) as refused:
         save_checkpoint(tmp_path, State(1, arrays, {"notes": "x" * 1000}))
     needed = int(refused.value.message.split()[-1].rstrip("."))

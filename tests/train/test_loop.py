@@ -6,15 +6,18 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 from starscope.errors import UsageError
+from starscope.machine import STOPPING
 from starscope.perplexity import measure
 from starscope.train.data import Batches
 from starscope.train.evaluation import measure_held_out
+from starscope.train.interrupts import noted_signals
 from starscope.train.loop import (
     HeldOut,
     NonFiniteLossError,
@@ -55,7 +58,7 @@ def test_stopped_and_resumed_is_the_same_bits_as_never_stopped(tmp_path):
     assert read_log(tmp_path / "parts", "loss") == read_log(tmp_path / "whole", "loss")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOPPING)
 def test_a_signal_ends_the_step_saves_and_is_named(tmp_path, number):
     trainer = make_trainer(tmp_path, steps=10_000)
     step = trainer.train_step
@@ -74,6 +77,24 @@ def test_a_signal_ends_the_step_saves_and_is_named(tmp_path, number):
     resumed.resume()
     assert resumed.step == 4
     assert same_bits(resumed.weights(), trainer.weights())
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path, number):
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with noted_signals() as noted:
+            os.kill(os.getpid(), number)
+            assert noted() is None
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_run_may_be_in_any_thread(tmp_path):
+    with ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(make_trainer(tmp_path, steps=3).run).result()
+    assert (outcome.step, outcome.signal) == (3, None)
 
 
 def test_accumulation_is_the_same_as_one_large_batch(tmp_path):

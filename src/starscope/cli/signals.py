@@ -15,7 +15,8 @@ import signal
 import sys
 from types import FrameType
 
-STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+from starscope.machine import STOPPING
+
 AGAIN_S = 0.1  # from one look at whether the command still goes on to the next
 
 

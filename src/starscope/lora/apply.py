@@ -158,7 +158,8 @@ def combined(adapters: Sequence[tuple[Adapter, float]], weights: Weights) -> tup
             if np.array_equal(own, _as_stored(weights, name, values)):
                 continue  # PEFT saves embeddings that it has not changed, too
             with np.errstate(over="ignore", invalid="ignore"):
-                change = values if scale == 1 else whole.get(name, own) + np.float32(scale) * (values - own)
+                alone = scale == 1 and name not in whole  # its very numbers, which a sum might not give
+                change = values if alone else whole.get(name, own) + np.float32(scale) * (values - own)
             whole[name] = np.ascontiguousarray(_within_float32(change, name, adapter, scale))
     pairs = {}
     for name, several in found.items():

@@ -21,7 +21,8 @@ from typing import IO, Any
 import numpy as np
 
 from starscope.checkpoint.files import open_regular
-from starscope.errors import DoesNotFitError, InputError, InvalidContentError, OutputError
+from starscope.errors import DoesNotFitError, InputError, InvalidContentError
+from starscope.train.log import unwritable
 
 CURRENT, PREVIOUS = "checkpoint.bin", "checkpoint.previous.bin"
 MAGIC = b"starscope checkpoint 1\n"
@@ -68,7 +69,7 @@ def save_checkpoint(folder: Path, state: State) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)  # of a run that was killed here: its bytes may be what is missing
         free = os.statvfs(folder)
-        if free.f_bavail * free.f_frsize < needed:
+        if free.f_blocks and free.f_bavail * free.f_frsize < needed:  # some file systems say nothing about their size
             raise DoesNotFitError(
                 f"{folder} has {free.f_bavail * free.f_frsize} bytes free; a checkpoint needs {needed}.",
                 hint="Free some space; --resume then goes on from the checkpoint before, if there is one.",
@@ -89,7 +90,7 @@ def save_checkpoint(folder: Path, state: State) -> None:
         temporary.replace(current)
         _sync_folder(folder)
     except OSError as error:
-        raise OutputError(f"{current} cannot be written: {error.strerror}.") from None
+        raise unwritable(current, error) from None
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from starscope.engine.torch_engine import TorchEngine
 from starscope.engine.weights import ArraySource, Weights
-from starscope.errors import InvalidContentError, StarscopeError, UsageError
+from starscope.errors import InvalidContentError, UsageError
 from starscope.graph import Graph
 from starscope.perplexity import Perplexity, measure
 from starscope.train.checkpoints import State, load_checkpoint, save_checkpoint
@@ -50,7 +50,7 @@ OPTIMIZERS = ("adamw", "lbfgs")
 COUNTS = ("steps", "batch_size", "micro_batch_size", "log_every", "evaluate_every", "save_every", "lbfgs_iterations")
 
 
-class NonFiniteLossError(StarscopeError):
+class NonFiniteLossError(InvalidContentError):
     """The loss became infinite or undefined; the last checkpoint is from before."""
 
     code = "non_finite_loss"
