@@ -433,3 +433,23 @@ def test_a_folder_in_which_another_run_is_at_work_is_refused(cli, corpus, tmp_pa
         assert "another run is at work in" in result.stderr
         assert list((tmp_path / "out").iterdir()) == []
     assert cli("train", corpus, "--out", tmp_path / "out", "--steps", 1, *SIZES).exit_code == 0
+
+
+@pytest.mark.parametrize("option", [["--prompt", "--some_flag = 1"], ["--prompt=--some_flag = 1"]], ids=["two", "one"])
+def test_underscores_are_hyphens_in_the_names_of_options_alone(cli, corpus, option):
+    asked = ("train", corpus, "--dry-run", *SIZES, "--eval_every", 7, "--log_every=3")
+    result = cli(*asked, *option, "--name", "--my_model", "--no_flash", "--no_recompute", "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)["settings"]
+    assert (found["prompts"], found["name"]) == (["--some_flag = 1"], "--my_model")
+    assert (found["evaluate_every"], found["log_every"], found["recompute"]) == (7, 3, False)
+    assert "--no-flash has no effect" in result.stderr
+
+
+def test_an_option_with_underscores_that_is_none_is_told_with_the_nearest(cli):
+    result = cli("train", "--model_ouf", "x")
+    assert result.exit_code == 2
+    assert "there is no option --model-ouf" in result.stderr
+    assert "Did you mean --model-out?" in result.stderr
+    folder = cli("train", "--dry-run", "--", "--no_such_folder")
+    assert "--no_such_folder" in folder.stderr

@@ -29,8 +29,17 @@ class Option(click.Option):
         self.section = section
 
 
+def hyphenated(name: str) -> str:
+    """An option's name with hyphens between its words, where the original's users may write underscores."""
+    return name.replace("_", "-")
+
+
 class Command(click.Command):
     """A command whose help has its options in sections, and whose options may be spelled with underscores."""
+
+    def __init__(self, *args: Any, **attrs: Any) -> None:
+        # click asks this for the names of options, never for their values; it would for a choice, and there are none.
+        super().__init__(*args, context_settings={"token_normalize_func": hyphenated}, **attrs)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Each section with its options; those that belong to every verb at the end."""
@@ -43,18 +52,6 @@ class Command(click.Command):
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl(rows, col_max=34)
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does, with underscores in the names of options read as hyphens, as the original took them."""
-        return super().parse_args(ctx, list(_hyphenated(args)))
-
-
-def _hyphenated(args: Iterable[str]) -> Iterable[str]:
-    rest = False
-    for arg in args:
-        rest = rest or arg == "--"
-        name, equals, value = arg.partition("=")
-        yield f"{name.replace('_', '-')}{equals}{value}" if arg.startswith("--") and not rest else arg
 
 
 Row = tuple[str, tuple[str, ...], dict[str, Any]]
