@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
 
 from starscope.gguf import ValueType, array, f32, read_gguf, string, strings, u32, write_gguf
+from support.sentencepieces import model_file, small_pieces
 
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 ODD = [u32(5), f32(float("nan")), strings(["a"]), array(ValueType.INT32, [1, 2]), string("x" * 60_000)]
 
 
@@ -119,3 +127,15 @@ def test_a_head_that_is_the_embeddings_bytes_is_counted_once(shares, cli, folder
     assert found["parameters"] == whole["parameters"]
     listed = json.loads(cli("show", tmp_path / "torch", "--tensors", "--json").stdout)["tensors"]
     assert "lm_head.weight" in {tensor["name"] for tensor in listed}  # it is a tensor of the file all the same
+
+
+def test_a_sentencepiece_tokenizer_is_named_alike_for_a_folder_and_its_file(cli, tmp_path):
+    source = tmp_path / "llama"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": len(small_pieces())}))
+    (source / "tokenizer.model").write_bytes(model_file(small_pieces()))
+    assert cli("convert", source, "--vocab-only", "-o", tmp_path / "v.gguf").exit_code == 0
+    shown = [json.loads(cli("show", path, "--json").stdout)["tokenizer"] for path in (source, tmp_path / "v.gguf")]
+    assert shown[0] == shown[1]
+    assert shown[0]["model"] == "llama"
+    assert re.search(r"^tokenizer +llama, ", cli("show", source).stdout, re.MULTILINE)

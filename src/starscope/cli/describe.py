@@ -101,7 +101,7 @@ def describe_folder(path: Path) -> dict[str, Any]:
         try:
             read = Tokenizer.from_folder(path, checkpoint.config, checkpoint.generation_config)
             tokenizer = {
-                "model": "gpt2",
+                "model": read.model,
                 "pre": read.pre_tokenizer,
                 "pre_is_assumed": False,
                 "tokens": read.vocab_size,

@@ -53,6 +53,11 @@ OF_SPACES = {
 SPECIAL = re.compile(r"<[^<>\s]+>|\[(?:PAD|UNK|CLS|SEP|MASK|BOS|EOS)\]")  # how control tokens are spelled
 
 
+def model_name(source: Source) -> str:
+    """What GGUF calls a tokenizer of this kind."""
+    return BYTE_LEVEL if source.spaces is None else SENTENCEPIECE
+
+
 def read_metadata(file: GGUFFile, default_pre: str) -> Source:
     """What the keys say; tokens and merges are decoded by `load`. `default_pre` serves files that name none."""
     model = _text(file, "tokenizer.ggml.model")
@@ -292,7 +297,7 @@ def write_metadata(
         **{FIM_KEYS[role]: token_id for role, token_id in fim.items()},
     }
     return {
-        "tokenizer.ggml.model": string(SENTENCEPIECE if contents.marked else BYTE_LEVEL),
+        "tokenizer.ggml.model": string(model_name(source)),
         "tokenizer.ggml.pre": string(source.pre_tokenizer),
         "tokenizer.ggml.tokens": strings(contents.pieces),
         **_write_joining(source.spaces, contents),

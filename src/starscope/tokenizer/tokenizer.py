@@ -22,7 +22,7 @@ from starscope.tokenizer.detokenizer import Detokenizer
 from starscope.tokenizer.encoder import Encoder
 from starscope.tokenizer.files import tokenizer_files
 from starscope.tokenizer.folder import read_folder
-from starscope.tokenizer.metadata import read_metadata, write_metadata
+from starscope.tokenizer.metadata import model_name, read_metadata, write_metadata
 from starscope.tokenizer.sentencepiece import ScoreEncoder
 from starscope.tokenizer.source import Source, padded
 from starscope.tokenizer.vocabulary import (
@@ -50,6 +50,7 @@ class Tokenizer:
         self._source = source
         self._bytes: dict[int, bytes] = {}
         self.vocab_size = source.size  # tokens, padding included where the source has it
+        self.model = model_name(source)  # as GGUF names it: gpt2 or llama
         self.pre_tokenizer = source.pre_tokenizer  # as GGUF names it
         self.bos_id = source.roles.bos
         self.eos_id = source.roles.eos
