@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import starscope
-from starscope.perplexity import measure_texts
+from starscope.perplexity import Perplexity, measure_texts
 
 TEXT = "def a(in):\n    return é\n" * 10
 
@@ -44,6 +44,17 @@ def test_stdout_is_one_line_a_number_and_stderr_states_window_and_stride(cli, mo
     bits = int(lines["tokens"]) * math.log2(float(lines["perplexity"])) / int(lines["bytes"])
     assert float(lines["bits_per_byte"]) == pytest.approx(bits, abs=1e-3)
     assert "1 file, windows of 64 tokens, 16 apart, " in result.stderr
+
+
+def test_a_perplexity_past_every_float_is_infinite_in_lines_and_null_in_json(cli, model, files, monkeypatch):
+    found = Perplexity(nats=1e6, tokens=100, bytes=200, window=64, stride=32)
+    assert math.isinf(found.perplexity)
+    monkeypatch.setattr("starscope.perplexity.measure_texts", lambda *_, **__: found)
+    lines = cli("perplexity", model, files[0]).stdout.splitlines()
+    assert lines[0].split() == ["perplexity", "infinite"]
+    assert lines[1].split() == ["bits_per_byte", f"{found.bits_per_byte:.4f}"]
+    document = json.loads(cli("perplexity", model, files[0], "--json").stdout, parse_constant=pytest.fail)
+    assert (document["perplexity"], document["bits_per_byte"]) == (None, found.bits_per_byte)
 
 
 def test_window_and_stride_change_what_is_measured(cli, model, files):

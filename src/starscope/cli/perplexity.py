@@ -55,18 +55,25 @@ def perplexity(
     with byte_progress(session, "measuring") as progress:
         found = measure_texts(loaded.engine, loaded.tokenizer, texts, stride=stride, progress=progress)
     seconds = time.perf_counter() - began
-    document = {
-        "perplexity": found.perplexity if math.isfinite(found.perplexity) else None,  # JSON has no infinity
+    measured = {
+        "perplexity": found.perplexity,
         "bits_per_byte": found.bits_per_byte,
         "tokens": found.tokens,
         "bytes": found.bytes,
     }
     if session.json:
-        session.document({**document, **placement(loaded)})
+        finite = {name: number if math.isfinite(number) else None for name, number in measured.items()}
+        session.document({**finite, **placement(loaded)})  # JSON has no infinity
     else:
-        for name, value in document.items():
-            session.write(f"{name:<13}  {value:.4f}\n" if isinstance(value, float) else f"{name:<13}  {value}\n")
+        session.write("".join(f"{name:<13}  {number_text(number)}\n" for name, number in measured.items()))
     session.note(
         f"{plural(len(files), 'file')}, windows of {found.window} tokens, {found.stride} apart, "
         f"{found.tokens / seconds:.0f} tok/s"
     )
+
+
+def number_text(number: float) -> str:
+    """A count as it is, anything else to four places."""
+    if isinstance(number, int):
+        return str(number)
+    return f"{number:.4f}" if math.isfinite(number) else "infinite"
