@@ -11,8 +11,8 @@ The K formats pack 256 values and keep integer scales for groups of 16 or 32. Nu
 
 from __future__ import annotations
 
+import functools
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from starscope import k_quants, quant_blocks
 from starscope.errors import InvalidContentError, UnsupportedError
+from starscope.machine import usable_cores
 from starscope.native import kernels
 from starscope.quant_blocks import Bytes as Bytes
 from starscope.quant_blocks import Floats as Floats
@@ -138,7 +139,7 @@ def decode(fmt: Format, raw: Bytes, *, threads: int | None = None) -> Floats:
     values = np.empty((*raw.shape[:-1], raw.shape[-1] // fmt.block_bytes * fmt.block_size), np.float32)
     module = kernels()
     if module is not None and fmt.type_id in module.decodes():
-        module.decode(fmt.type_id, _as_rows(raw), _as_rows(values), threads or _cpus())
+        module.decode(fmt.type_id, _as_rows(raw), _as_rows(values), threads or _cores())
     else:
         _by_chunks(fmt.decode, raw.reshape(-1, fmt.block_bytes), values.reshape(-1, fmt.block_size))
     return values
@@ -158,7 +159,7 @@ def encode(fmt: Format, values: Floats, *, threads: int | None = None) -> Bytes:
     raw = np.empty((*values.shape[:-1], fmt.row_bytes(values.shape[-1])), np.uint8)
     module = kernels()
     if module is not None and fmt.type_id in module.encodes():
-        module.encode(fmt.type_id, _as_rows(values), _as_rows(raw), threads or _cpus())
+        module.encode(fmt.type_id, _as_rows(values), _as_rows(raw), threads or _cores())
     else:
         _by_chunks(fmt.encode, values.reshape(-1, fmt.block_size), raw.reshape(-1, fmt.block_bytes))
     return raw
@@ -190,8 +191,7 @@ def _as_rows(x: NDArray[Any]) -> NDArray[Any]:
     return x.reshape(-1, x.shape[-1])
 
 
-def _cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_cores = functools.cache(usable_cores)  # which are read from files of the system
 
 
 def _by_chunks(convert: Callable[[NDArray[Any]], NDArray[Any]], source: NDArray[Any], target: NDArray[Any]) -> None:

@@ -10,10 +10,26 @@ from pathlib import Path
 import pytest
 import torch
 
+from starscope.family import all_families
+from starscope.graph import record
+from starscope.ops import OPS
 from starscope.train.estimate import estimate, resident_bytes
 from starscope.train.loop import TrainOptions
+from starscope.train.presets import family_sizes
+from starscope.train.settings import resolve
 from support.runs import SCHEDULE
 from support.training import tiny_graph
+
+
+def test_every_op_is_of_a_family_whose_memory_is_estimated():
+    """One that a new family brings has to be counted, or be said to keep nothing."""
+    used = set()
+    for family in all_families().values():
+        graph = record(family, family_sizes(family, resolve({}).sizes, 300))
+        assert estimate(graph, TrainOptions(2, SCHEDULE)).total > 0
+        used |= {op.kind for op in graph.ops}
+    assert used >= set(OPS) - {"gelu"}  # as gelu_tanh, its approximation
+
 
 RUN = """
     import sys, tempfile

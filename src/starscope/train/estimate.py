@@ -24,6 +24,7 @@ from starscope.train.loop import TrainOptions
 FLOAT = 4  # bytes
 LIBRARIES = 80_000_000  # bytes that torch's optimizer, autograd and kernels take when they are first used
 COMPILER = 85_000_000  # more, where it looks for torch's compiler: so does recomputation
+KEEPS_NOTHING = frozenset({"embed", "add", "split_heads", "softmax", "merge_heads", "wanted_rows"})
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,9 @@ def _kept(graph: Graph, op: Op, rows: int, dtype: torch.dtype) -> int:
     if op.kind == "rms_norm":  # its input, that divided by the root, and its output: once for each layer in bfloat16
         readers = len(graph.consumers[op.outputs[0]])
         return FLOAT * size(op.inputs[0]) + (FLOAT + (2 * readers if low else FLOAT)) * size(op.outputs[0])
-    if op.kind == "linear" and op.outputs[0] != graph.names["logits"]:
-        readers_keep = any(_keeps_input(graph.ops[i]) for i in graph.consumers[op.outputs[0]])
-        return narrow * size(op.outputs[0]) if readers_keep else 0
+    if op.kind == "linear":  # logits are counted by themselves
+        is_kept = any(_keeps_input(graph.ops[i]) for i in graph.consumers[op.outputs[0]])
+        return narrow * size(op.outputs[0]) if is_kept and op.outputs[0] != graph.names["logits"] else 0
     if op.kind in ("gelu", "gelu_tanh", "silu", "multiply", "mix", "cache"):  # results that the next one reads
         return narrow * size(op.outputs[0])
     if op.kind == "rope":  # a cosine and a sine for each row and each pair of dimensions
@@ -107,7 +108,9 @@ def _kept(graph: Graph, op: Op, rows: int, dtype: torch.dtype) -> int:
             0 if plain or graph.hp.num_kv_heads in (1, graph.hp.num_heads) else 2
         )  # of keys and values: a head each
         return narrow * ((1 + copies) * size(op.inputs[0]) + (2 * size(op.outputs[0]) if plain else 0))
-    return 0
+    if op.kind in KEEPS_NOTHING:
+        return 0
+    raise NotImplementedError(f"what {op.kind} keeps for its gradient is not counted")
 
 
 def _keeps_input(op: Op) -> bool:
