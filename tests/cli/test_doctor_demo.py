@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
+import starscope
 from starscope import __version__, machine, native
 from starscope.cli import doctor
+from starscope.engine.base import choose_engine
 
 
 @pytest.fixture
@@ -34,7 +42,7 @@ def test_the_document_of_doctor_has_exactly_these_keys(cli):
     assert result.exit_code == 0
     document = json.loads(result.stdout)
     assert list(document) == [
-        "starscope", "python", "platform", "packages", "torch", "native",
+        "starscope", "python", "platform", "packages", "torch", "native", "engine",
         "cpu", "memory", "offline", "demo_model", "verdict",
     ]  # fmt: skip
     assert document["starscope"] == __version__
@@ -50,26 +58,66 @@ def test_the_last_line_is_the_verdict(cli, without_torch):
     lines = cli("doctor").stdout.splitlines()
     assert lines[-1].startswith("verdict     ready")
     assert "without torch (no training, gradients or GPU)" in lines[-1]
-    assert any(line.startswith("torch       absent") for line in lines)
+    assert any(line.startswith("torch       not installed") for line in lines)
 
 
 def test_missing_kernels_are_told_with_the_reason(cli, without_torch, monkeypatch):
     monkeypatch.setattr(native, "kernels", lambda: None)
     monkeypatch.setattr(native, "why_missing", lambda: "it was not built")
     text = cli("doctor").stdout
-    assert "kernels     absent: it was not built" in text
+    assert "kernels     missing: it was not built" in text
     assert "without compiled kernels" in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("torch", [True, False])
+def test_the_engine_told_is_the_one_that_load_chooses(compiled, torch, cli, monkeypatch, model):
+    if not compiled:
+        monkeypatch.setattr(native, "kernels", lambda: None)
+        monkeypatch.setattr(native, "why_missing", lambda: "no compiler")
+    if not torch:
+        find = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
+    monkeypatch.setattr(doctor, "version_of", lambda name: "1.0" if torch or name != "torch" else None)
+    name, note = choose_engine("cpu")
+    document = json.loads(cli("doctor", "--json").stdout)
+    assert list(document["engine"]) == ["name", "reason"]
+    assert document["engine"]["name"] == name == starscope.load(model).engine.name
+    assert note is None or document["engine"]["reason"] == note
+    assert f"\nengine      the {name} engine runs it: " in cli("doctor").stdout
+    slower = f"without compiled kernels (the {name} engine runs models, and everything is slower)"
+    assert (slower in document["verdict"]) is not compiled
+
+
+def test_a_torch_that_would_run_models_and_does_not_import_makes_it_not_ready(cli, monkeypatch):
+    monkeypatch.setattr(native, "kernels", lambda: None)
+    found = {"version": "9.9", "problem": "OSError: libgomp.so is missing", "cuda_devices": []}
+    monkeypatch.setattr(doctor, "examine_torch", lambda: found)
+    verdict = json.loads(cli("doctor", "--json").stdout)["verdict"]
+    assert verdict.startswith("not ready: the torch engine would run models, but torch fails to import: OSError")
+
+
+def test_the_packages_looked_at_are_those_that_the_installation_requires():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(doctor.PACKAGES) == {re.match(r"\w+", line)[0] for line in project["dependencies"]}
+
+
+def test_doctor_runs_where_numpy_is_missing():
+    code = "import sys; sys.modules['numpy'] = None; from starscope.cli import main; sys.argv[1:] = ['doctor']; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "engine      import of numpy halted" in done.stdout
 
 
 def test_a_torch_that_does_not_import_is_told_with_the_reason(cli, monkeypatch):
     found = {"version": "9.9", "problem": "OSError: libgomp.so is missing", "cuda_devices": []}
     monkeypatch.setattr(doctor, "examine_torch", lambda: found)
-    assert "9.9, which does not import: OSError: libgomp.so is missing" in cli("doctor").stdout
+    assert "9.9, which fails to import: OSError: libgomp.so is missing" in cli("doctor").stdout
 
 
 def test_a_missing_package_makes_it_not_ready(cli, monkeypatch):
     monkeypatch.setattr(doctor, "version_of", lambda name: None if name in ("torch", "tokenizers") else "1.0")
-    assert "not ready: tokenizers cannot be imported" in cli("doctor").stdout.splitlines()[-1]
+    assert "not ready: tokenizers not installed" in cli("doctor").stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

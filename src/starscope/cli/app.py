@@ -47,7 +47,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "finetune": ("finetune:finetune", "Train an adapter (LoRA) beside a model, on plain text or code."),
     },
     "This installation": {
-        "doctor": ("doctor:doctor", "Check versions, processor, memory and extras."),
+        "doctor": ("doctor:doctor", "Check versions, processor, memory and optional parts."),
         "completion": ("completion:completion", "Print a shell's completion script."),
     },
 }

@@ -15,7 +15,7 @@ from starscope.cli.common import Session, everywhere, json_option
 from starscope.cli.units import bytes_text
 
 OFFLINE_SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-PACKAGES = ("numpy", "tokenizers", "click", "rich")
+PACKAGES = ("numpy", "tokenizers", "huggingface_hub", "threadpoolctl", "click", "rich")
 
 
 @click.command()
@@ -23,9 +23,9 @@ PACKAGES = ("numpy", "tokenizers", "click", "rich")
 @everywhere
 @click.pass_context
 def doctor(ctx: click.Context) -> None:
-    """Check versions, processor, memory and extras.
+    """Check versions, processor, memory and optional parts.
 
-    The exit status is 0 whether or not something is missing: the last line says what that means.
+    The last line sums it up. The exit status is 0 even if something is missing.
     """
     session: Session = ctx.obj
     document = examine()
@@ -50,6 +50,7 @@ def examine() -> dict[str, Any]:
             "reason": native.why_missing(),
             "isa": kernels.isa() if kernels is not None else None,
         },
+        "engine": examine_engine(),
         "cpu": {
             "model": cpu_model(),
             "cores": os.cpu_count(),
@@ -67,28 +68,41 @@ def verdict(document: dict[str, Any]) -> str:
     """What to conclude, in one sentence."""
     missing = [name for name, version in document["packages"].items() if version is None]
     if missing:
-        return f"not ready: {', '.join(missing)} cannot be imported; install starscope again."
-    torch = document["torch"]
+        return f"not ready: {', '.join(missing)} not installed; reinstall starscope."
+    torch, engine = document["torch"], document["engine"]["name"]
+    if engine == "torch" and torch["problem"]:
+        return f"not ready: the torch engine would run models, but torch fails to import: {torch['problem']}"
     parts = []
     if not document["native"]["present"]:
-        parts.append("without compiled kernels (converting and loading are slower)")
+        parts.append(f"without compiled kernels (the {engine} engine runs models, and everything is slower)")
     if torch["version"] is None:
         parts.append("without torch (no training, gradients or GPU)")
     elif torch["problem"]:
-        parts.append(f"torch {torch['version']} does not import: {torch['problem']}")
+        parts.append(f"torch {torch['version']} fails to import: {torch['problem']}")
     return "ready: models run on this machine" + (", " + "; ".join(parts) if parts else "") + "."
 
 
 def has_demo_model() -> bool:
     """Whether MODEL may be "demo"."""
     from starscope.errors import InputError
-    from starscope.model import find_model
 
     try:
+        from starscope.model import find_model
+
         find_model("demo")
-    except InputError:
+    except (ImportError, InputError):  # a package that is missing is a line of its own
         return False
     return True
+
+
+def examine_engine() -> dict[str, Any]:
+    """The engine that `load` chooses for the CPU, and why; no name where a package is missing that all of them need."""
+    try:
+        from starscope.engine.base import choose_engine
+    except ImportError as error:
+        return {"name": None, "reason": f"{error}."}
+    name, note = choose_engine("cpu")
+    return {"name": name, "reason": note or "the native engine runs it: the compiled kernels are installed."}
 
 
 def version_of(package: str) -> str | None:
@@ -122,9 +136,9 @@ def as_text(document: dict[str, Any]) -> str:
     if found["cgroup_limit"] is not None:
         room += f", at most {bytes_text(found['cgroup_limit'])} in this container"
     if torch["version"] is None:
-        torch_text = "absent: no training, gradients or GPU (install torch 2.6 or newer)"
+        torch_text = "not installed: no training, gradients or GPU (install torch 2.6 or newer)"
     elif torch["problem"]:
-        torch_text = f"{torch['version']}, which does not import: {torch['problem']}"
+        torch_text = f"{torch['version']}, which fails to import: {torch['problem']}"
     else:
         torch_text = f"{torch['version']}, " + (", ".join(torch["cuda_devices"]) or "no GPU")
     offline = [name for name, value in document["offline"].items() if value and value != "0"]
@@ -132,13 +146,14 @@ def as_text(document: dict[str, Any]) -> str:
         ("starscope", document["starscope"]),
         ("python", f"{document['python']} ({sys.executable})"),
         ("platform", document["platform"]),
-        ("packages", ", ".join(f"{name} {version or 'absent'}" for name, version in document["packages"].items())),
+        ("packages", ", ".join(f"{name} {version or 'missing'}" for name, version in document["packages"].items())),
         ("torch", torch_text),
-        ("kernels", f"compiled, {native['isa']}" if native["present"] else f"absent: {native['reason']}"),
+        ("kernels", f"compiled, {native['isa']}" if native["present"] else f"missing: {native['reason']}"),
+        ("engine", document["engine"]["reason"].removesuffix(".")),
         ("processor", f"{cpu['model']}, {cores}"),
         ("memory", f"{room} free" if room else "unknown"),
-        ("offline", ", ".join(offline) or "not asked for"),
-        ("demo model", "in the package" if document["demo_model"] else "absent"),
+        ("offline", ", ".join(offline) or "no"),
+        ("demo model", "installed" if document["demo_model"] else "not installed"),
         ("verdict", document["verdict"]),
     ]
     return "".join(f"{name:<11} {value}\n" for name, value in rows)
