@@ -1,4 +1,6 @@
-"""Whatever type a value in a file has, reading it ends in a model or in an error that names file, key and types."""
+"""Whatever type a value in a file has, reading it ends in a model or in an error that names file, key and types; and
+whatever type an argument has, in a sentence that names it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import copy
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import starscope
 from starscope.checkpoint import open_checkpoint, read_safetensors
 from starscope.checkpoint.content import LONGEST, cut, short
-from starscope.errors import CheckpointError, GGUFError, InputError, UnsupportedError
+from starscope.errors import (
+    CheckpointError,
+    GGUFError,
+    InputError,
+    InvalidContentError,
+    StarscopeError,
+    UnsupportedError,
+    UsageError,
+)
 from starscope.families import gpt_bigcode
 from starscope.family import find_family_for_config, find_family_of_file, hparams_from_metadata, read_config
 from starscope.gguf import ValueType, array, f32, read_gguf, string, strings, u32, write_gguf
 from starscope.mapping import map_checkpoint
+from starscope.sampling import SamplingOptions
+from starscope.sampling.options import COUNTS, NUMBERS
 from support.checkpoints import edit_config, make_checkpoint
 
 FAMILY = gpt_bigcode.FAMILY
@@ -269,3 +283,95 @@ def test_a_file_of_a_folder_that_is_such_a_link_says_so(name: str, folder: Path,
     (tmp_path / name).symlink_to("../blobs/abc")
     with pytest.raises(InputError, match=rf"{re.escape(name)} is a link to \.\./blobs/abc, which does not exist"):
         open_checkpoint(tmp_path)
+
+
+# Arguments
+
+
+def refusal(call: Callable[..., Any], *args: Any, **options: Any) -> str | None:
+    """The message of the StarscopeError that a call ends in, None where there is none; other errors pass."""
+    try:
+        call(*args, **options)
+    except StarscopeError as error:
+        return error.message
+    return None
+
+
+@pytest.fixture(scope="module")
+def demo() -> starscope.Model:
+    return starscope.load("demo", engine="numpy")
+
+
+@pytest.mark.parametrize("name", [*NUMBERS, *COUNTS, "logit_bias", "samplers"])
+def test_a_sampling_option_of_any_type_is_taken_or_named(name: str) -> None:
+    for value in [*WRONG, 1j, b"x", object, [1], {1: "a"}, {1: None}, {1: True}, {"a": 1.0}, {None: 1.0}, [None]]:
+        problem = refusal(SamplingOptions, **{name: value})
+        assert problem is None or re.match(rf"{name} (is|has|of) .*; expected ", problem)
+        assert len(problem or "") < 300
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": "hot"}, r"temperature is 'hot'; expected 0 \(the most likely token\) or a number above"),
+        ({"temperature": True}, "temperature is True; expected 0"),
+        ({"temperature": 10**400}, "temperature is a number of 1329 bits; expected 0"),
+        ({"top_p": None}, "top_p is None; expected a probability from 0 to 1"),
+        ({"min_p": "a"}, "min_p is 'a'; expected a share of the best probability"),
+        ({"mirostat_tau": "a"}, "mirostat_tau is 'a'; expected bits of surprise"),
+        ({"presence_penalty": "x"}, "presence_penalty is 'x'; expected a number"),
+        ({"logit_bias": {1: "a"}}, "logit_bias of token 1 is 'a'; expected a number"),
+        ({"logit_bias": [1]}, r"logit_bias is \[1\]; expected a mapping"),
+        ({"samplers": None}, "samplers is None; expected a list of names"),
+        ({"samplers": [5]}, "samplers has 5; expected penalties"),
+        ({"max_new_tokens": "8"}, "max_new_tokens is '8'; expected a whole number"),
+        ({"logprobs": True}, "logprobs is True; expected a whole number from 0 to 100"),
+        ({"stop": 5}, "stop is 5; expected a text"),
+        ({"suffix": "b", "files": 5}, "files is 5; expected a list of pairs"),
+        ({"suffix": "b", "files": None}, "files is None; expected a list of pairs"),
+        ({"suffix": "b", "files": [5]}, "a context file is int; expected a pair"),
+        ({"files": 5}, "files is 5; expected a list of pairs"),
+    ],
+)
+def test_an_argument_of_generate_of_a_wrong_type_is_named(
+    options: dict[str, Any], message: str, demo: starscope.Model
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        demo.generate("a", **options)
+
+
+@pytest.mark.parametrize("prompt", [[True], (1, False), [[1], [True]]])
+def test_true_is_no_token_id(prompt: Any, demo: starscope.Model) -> None:
+    with pytest.raises(InvalidContentError, match=r"a prompt is .*; expected token ids"):
+        demo.generate(prompt)
+
+
+@pytest.mark.parametrize("model", [5, None, True, b"demo", ["demo"], {}])
+def test_a_model_is_named_by_a_text_or_a_path(model: Any) -> None:
+    with pytest.raises(UsageError, match=r"the model is .*; expected a \.gguf file"):
+        starscope.load(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora": 5}, "lora is 5; expected a path"),
+        ({"lora": None}, "lora is None; expected a path"),
+        ({"lora": {"style.gguf": 0.5}}, "lora is {'style.gguf': 0.5}; expected a path"),
+        ({"lora": [5]}, "lora is 5; expected a path"),
+        ({"tensor_split": "ab"}, "tensor_split is 'ab'; expected a list of shares"),
+        ({"tensor_split": 1}, "tensor_split is 1; expected a list of shares"),
+        ({"tensor_split": [True]}, r"tensor_split is \[True\]; expected a list of shares"),
+        ({"main_gpu": "0"}, "main_gpu is '0'; expected the number of a GPU"),
+        ({"engine": ["numpy"]}, r"engine is \['numpy'\]; expected auto"),
+    ],
+)
+def test_an_argument_of_load_of_a_wrong_type_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        starscope.load("demo", **options)
+
+
+@pytest.mark.parametrize("name", ["engine", "device", "gpu_layers", "context_length", "threads", "main_gpu", "lora"])
+def test_an_argument_of_load_of_any_type_is_taken_or_refused_on_purpose(name: str) -> None:
+    for value in WRONG[:-1]:
+        refusal(starscope.load, "demo", **{"engine": "numpy", "device": "cpu", name: value})

@@ -18,8 +18,17 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal
 
+from starscope.checkpoint.content import short
 from starscope.errors import ContextOverflowError, UsageError
-from starscope.sampling import Choice, Logits, SamplingOptions, every_token, make_sampler, top_log_probabilities
+from starscope.sampling import (
+    Choice,
+    Logits,
+    SamplingOptions,
+    every_token,
+    is_number,
+    make_sampler,
+    top_log_probabilities,
+)
 
 if TYPE_CHECKING:
     from starscope.cache import Cache
@@ -199,12 +208,12 @@ def make_options(
 
 def check_limits(max_new_tokens: object, stop: object = (), logprobs: object = 0) -> None:
     """UsageError for what `generate` would refuse without looking at the prompt."""
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, Integral) or max_new_tokens < 0:
-        raise UsageError(f"max_new_tokens is {max_new_tokens!r}; expected a whole number, 0 or more.")
-    if not isinstance(logprobs, Integral) or int(logprobs) not in range(MAX_LOGPROBS + 1):
-        raise UsageError(f"logprobs is {logprobs}; expected from 0 to {MAX_LOGPROBS}.")
+    if not is_number(max_new_tokens, 0, math.inf, Integral):
+        raise UsageError(f"max_new_tokens is {short(max_new_tokens)}; expected a whole number, 0 or more.")
+    if not is_number(logprobs, 0, MAX_LOGPROBS, Integral):
+        raise UsageError(f"logprobs is {short(logprobs)}; expected a whole number from 0 to {MAX_LOGPROBS}.")
     if not isinstance(stop, (str, Sequence)) or not all(isinstance(text, str) for text in stop):
-        raise UsageError(f"stop is {stop!r}; expected a text or a list of texts.")
+        raise UsageError(f"stop is {short(stop)}; expected a text or a list of texts.")
     if stop == "" or (not isinstance(stop, str) and "" in stop):
         raise UsageError("a stop text is empty; expected at least one character.")
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
+from starscope.checkpoint.content import short
 from starscope.errors import ContextOverflowError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ def infill_prompt(
         )
     if fim_order not in ("psm", "spm"):
         raise UsageError(f"fim_order is {fim_order!r}; expected psm (prefix first) or spm (suffix first).")
+    _check_files(files)
     frame = _frame(tokenizer, fim, files, repository, filename)
     blocks = [([fim.separator or 0, *tokenizer.encode(f"{name}\n")], tokenizer.encode(text)) for name, text in files]
     begin = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
@@ -160,10 +162,8 @@ def _frame(
         return NO_NAMES
     _check_name(repository, "the repository's name")
     _check_name(filename, "the file's name")
-    for file in files:
-        if not isinstance(file, (tuple, list)) or len(file) != 2 or not isinstance(file[1], str):
-            raise UsageError(f"a context file is {type(file).__name__}; expected a pair, its name and its text.")
-        _check_name(file[0], "the name of a context file")
+    for name, _ in files:
+        _check_name(name, "the name of a context file")
     spelling = None if fim.separator is None else tokenizer.piece(fim.separator)
     form = FORMS.get(spelling or "")
     if form is None or (repository is not None and fim.repo is None):
@@ -174,6 +174,14 @@ def _frame(
         )
     of_repository = [] if repository is None or fim.repo is None else [fim.repo, *tokenizer.encode(repository)]
     return form(fim, tokenizer.encode, of_repository, filename if filename is not None or not files else "")
+
+
+def _check_files(files: object) -> None:
+    if not isinstance(files, Sequence) or isinstance(files, str):
+        raise UsageError(f"files is {short(files)}; expected a list of pairs, a name and a text each.")
+    for file in files:
+        if not isinstance(file, (tuple, list)) or len(file) != 2 or not isinstance(file[1], str):
+            raise UsageError(f"a context file is {type(file).__name__}; expected a pair, its name and its text.")
 
 
 def _check_name(name: object, what: str) -> None:
@@ -236,6 +244,7 @@ def check_there_is_a_hole(
     filename: str | None = None,
 ) -> None:
     """UsageError for arguments of `infill_prompt` where there is no suffix: they would do nothing."""
+    _check_files(files)
     given = {"fim_order": fim_order != "psm", "files": files, "repository": repository, "filename": filename}
     if names := [name for name, value in given.items() if value]:
         raise UsageError(

@@ -12,11 +12,15 @@ MODEL is a `.gguf` file, a Hugging Face folder, "demo", the small model that com
 from __future__ import annotations
 
 import importlib.util
+import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import resources
+from numbers import Integral
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
@@ -26,6 +30,7 @@ from starscope import infill
 from starscope.batching import generate_batch, of_prompt
 from starscope.cache import Cache
 from starscope.checkpoint import open_checkpoint
+from starscope.checkpoint.content import short
 from starscope.engine import Engine, Weights
 from starscope.engine.split.choose import Placed, Placing, formats_of, place
 from starscope.engine.weights import open_weights
@@ -49,7 +54,7 @@ from starscope.mapping import map_checkpoint
 from starscope.microscope import Edit, Root, Scope
 from starscope.microscope.editing import edited
 from starscope.placement import Layers
-from starscope.sampling import SAMPLERS, SamplingArguments, SamplingOptions, check_tokens
+from starscope.sampling import SAMPLERS, SamplingArguments, SamplingOptions, check_tokens, is_number
 from starscope.tokenizer import Token, Tokenizer
 
 
@@ -333,6 +338,8 @@ class Model(Root):
             return infill.infill_prompt(self.tokenizer, prompt, suffix, budget=budget, heal=heal, **hole)
         infill.check_there_is_a_hole(**hole)
         if not isinstance(prompt, str):
+            if isinstance(prompt, (list, tuple)) and any(isinstance(i, bool) for i in prompt):
+                raise InvalidContentError(f"a prompt is {short(prompt)}; expected token ids, whole numbers.")
             return InfillPrompt(token_ids(prompt, self.vocab_size), 0)
         ids, begin = self.tokenizer.encode(prompt), b""
         if heal:
@@ -391,8 +398,12 @@ def load(
     UnsupportedError for what it does not do or a GPU that is not there, DoesNotFitError for one that is too small.
     """
     began = time.perf_counter()
+    _check_placing(engine, main_gpu, tensor_split)
+    if not isinstance(lora, (Sequence, PathLike)):
+        raise UsageError(f"lora is {short(lora)}; expected a path, or a list of paths, each with a scale or without.")
+    adapters = as_given(lora)
     path, (family, hp, weights, tokenizer, notes) = _open(model, context_length)
-    if adapters := as_given(lora):
+    if adapters:
         base = None if lora_base is None else open_base(lora_base, weights)
         graph, weights, told = adapt(family, hp, weights, adapters, base)
         notes += told
@@ -404,6 +415,19 @@ def load(
     placed = place(graph, weights, engine, device, placing, context_length=context_length, threads=threads)
     notes += placed.told
     return Model(path, weights, tokenizer, placed.engine, notes, time.perf_counter() - began, placed)
+
+
+def _check_placing(engine: object, main_gpu: object, tensor_split: object) -> None:
+    """UsageError for what is of another type than `load` says."""
+    if not isinstance(engine, str):
+        raise UsageError(f"engine is {short(engine)}; expected auto, native, torch or numpy.")
+    if main_gpu is not None and not is_number(main_gpu, 0, math.inf, Integral):
+        raise UsageError(f"main_gpu is {short(main_gpu)}; expected the number of a GPU, from 0 on.")
+    if tensor_split is not None and not (
+        isinstance(tensor_split, (Sequence, np.ndarray))
+        and all(is_number(share, 0, sys.float_info.max) for share in tensor_split)
+    ):
+        raise UsageError(f"tensor_split is {short(tensor_split)}; expected a list of shares, numbers from 0 on.")
 
 
 def open_graph(model: str | Path, context_length: int | None = None) -> tuple[Graph, Mapping[str, str]]:
@@ -425,6 +449,10 @@ def open_base(model: str | Path, weights: Weights) -> Weights:
 
 def find_model(model: str | Path) -> Path:
     """The file or folder that MODEL names, in the shared cache for a hub name; InputError when there is none."""
+    if not isinstance(model, (str, PathLike)):
+        raise UsageError(
+            f"the model is {short(model)}; expected a .gguf file, a Hugging Face folder, owner/name, or demo."
+        )
     if not str(model):
         raise UsageError(
             "the model's name is empty; expected a .gguf file, a Hugging Face folder, owner/name, or demo."

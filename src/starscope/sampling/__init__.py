@@ -29,7 +29,7 @@ from starscope.sampling.filters import (
     surprises,
     top_log_probabilities,
 )
-from starscope.sampling.options import SAMPLERS, SamplingArguments, SamplingOptions
+from starscope.sampling.options import SAMPLERS, SamplingArguments, SamplingOptions, is_number
 from starscope.sampling.sampler import Choice, Sampler, chain, describe, make_sampler
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "describe",
     "draw",
     "every_token",
+    "is_number",
     "keep_best",
     "keep_min_p",
     "keep_surprise",

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from numbers import Integral, Real
+from typing import Any, TypedDict
 
-import numpy as np
-
+from starscope.checkpoint.content import short
 from starscope.errors import UsageError
 
 # The steps whose order may be chosen. The logit bias comes before them: a ban holds whatever the order is. The draw,
@@ -21,6 +22,26 @@ from starscope.errors import UsageError
 SAMPLERS = ("penalties", "temperature", "top_k", "typical_p", "top_p", "min_p")
 
 LARGEST_ADDEND = 1e30  # float64 has room for float32's largest logit times this
+LARGEST_FLOAT = sys.float_info.max
+
+# The least and the most of each number, and what is expected of it.
+NUMBERS: Mapping[str, tuple[float, float, str]] = {
+    "temperature":        (0, LARGEST_FLOAT, "0 (the most likely token) or a number above"),
+    "top_p":              (0, 1, "a probability from 0 to 1"),
+    "typical_p":          (0, 1, "a probability from 0 to 1"),
+    "min_p":              (0, 1, "a share of the best probability, from 0 to 1"),
+    "mirostat_tau":       (0, LARGEST_FLOAT, "bits of surprise a token, 0 or more"),
+    "mirostat_eta":       (0, LARGEST_FLOAT, "a learning rate, 0 or more"),
+    "repetition_penalty": (1 / LARGEST_ADDEND, LARGEST_ADDEND, "a factor, 1 for none, at most 1e30"),
+    "presence_penalty":   (-LARGEST_ADDEND, LARGEST_ADDEND, "a number, 0 for none, at most 1e30"),
+    "frequency_penalty":  (-LARGEST_ADDEND, LARGEST_ADDEND, "a number, 0 for none, at most 1e30"),
+}  # fmt: skip
+COUNTS: Mapping[str, tuple[float, str]] = {  # the same of whole numbers, all from 0 on
+    "top_k":          (math.inf, "a whole number of tokens, 0 for all of them"),
+    "penalty_window": (math.inf, "a whole number of tokens"),
+    "mirostat":       (2, "0 (off), 1 or 2"),
+    "seed":           (math.inf, "a whole number from 0 on, or none for a fresh one"),
+}  # fmt: skip
 
 
 class SamplingArguments(TypedDict, total=False):
@@ -68,26 +89,14 @@ class SamplingOptions:
     samplers: str | Sequence[str] = SAMPLERS  # the order of the steps: a sequence, or one text with commas
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise UsageError(
-                f"temperature is {self.temperature}; expected 0 (the most likely token) or a number above."
-            )
-        if not _is_count(self.top_k):
-            raise UsageError(f"top_k is {self.top_k}; expected a whole number of tokens, 0 for all of them.")
-        for name in ("top_p", "typical_p"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; expected a probability from 0 to 1.")
-        if not 0 <= self.min_p <= 1:
-            raise UsageError(f"min_p is {self.min_p}; expected a share of the best probability, from 0 to 1.")
-        if self.seed is not None and not _is_count(self.seed):
-            raise UsageError(f"seed is {self.seed}; expected a whole number from 0 on, or none for a fresh one.")
-        if not (_is_count(self.mirostat) and self.mirostat <= 2):
-            raise UsageError(f"mirostat is {self.mirostat}; expected 0 (off), 1 or 2.")
-        if not 0 <= self.mirostat_tau < math.inf:
-            raise UsageError(f"mirostat_tau is {self.mirostat_tau}; expected bits of surprise a token, 0 or more.")
-        if not 0 <= self.mirostat_eta < math.inf:
-            raise UsageError(f"mirostat_eta is {self.mirostat_eta}; expected a learning rate, 0 or more.")
-        self._check_addends()
+        for name, (least, most, meaning) in NUMBERS.items():
+            if not is_number(value := getattr(self, name), least, most):
+                raise UsageError(f"{name} is {short(value)}; expected {meaning}.")
+        for name, (most, meaning) in COUNTS.items():
+            value = getattr(self, name)
+            if not is_number(value, 0, most, Integral) and not (name == "seed" and value is None):
+                raise UsageError(f"{name} is {short(value)}; expected {meaning}.")
+        self._check_bias()
         names = self.order
         for name in SAMPLERS:
             if name not in names and self.uses(name):
@@ -95,22 +104,16 @@ class SamplingOptions:
                     f"{name} is set, and samplers ({', '.join(names) or 'none'}) leaves it out; expected it there."
                 )
 
-    def _check_addends(self) -> None:
-        if not 1 / LARGEST_ADDEND <= self.repetition_penalty <= LARGEST_ADDEND:
-            raise UsageError(
-                f"repetition_penalty is {self.repetition_penalty}; expected a factor, 1 for none, at most 1e30."
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not abs(getattr(self, name)) <= LARGEST_ADDEND:
-                raise UsageError(f"{name} is {getattr(self, name)}; expected a number, 0 for none, at most 1e30.")
-        if not _is_count(self.penalty_window):
-            raise UsageError(f"penalty_window is {self.penalty_window}; expected a whole number of tokens.")
+    def _check_bias(self) -> None:
+        if not isinstance(self.logit_bias, (Mapping, type(None))):
+            raise UsageError(f"logit_bias is {short(self.logit_bias)}; expected a mapping from token ids to numbers.")
         for token, addend in (self.logit_bias or {}).items():
-            if not _is_count(token):
-                raise UsageError(f"logit_bias has the token {token!r}; expected the id of one, a whole number.")
-            if not (abs(addend) <= LARGEST_ADDEND or addend == -math.inf):
+            if not is_number(token, 0, math.inf, Integral):
+                raise UsageError(f"logit_bias has the token {short(token)}; expected the id of one, a whole number.")
+            if not is_number(addend, -LARGEST_ADDEND, LARGEST_ADDEND) and not is_number(addend, -math.inf, -math.inf):
                 raise UsageError(
-                    f"logit_bias of token {token} is {addend}; expected a number of at most 1e30, or -inf to ban it."
+                    f"logit_bias of token {short(token)} is {short(addend)}; "
+                    "expected a number of at most 1e30, or -inf to ban it."
                 )
 
     @property
@@ -118,13 +121,15 @@ class SamplingOptions:
         """The names of the steps in the order chosen. UsageError for one that there is not, or that comes twice."""
         if isinstance(self.samplers, str):
             names = [name.strip() for name in self.samplers.split(",")] if self.samplers.strip() else []
-        else:
+        elif isinstance(self.samplers, Sequence):
             names = list(self.samplers)
+        else:
+            raise UsageError(f"samplers is {short(self.samplers)}; expected a list of names, or one text with commas.")
         for name in names:
-            if name not in SAMPLERS:
-                close = difflib.get_close_matches(name, SAMPLERS, 1)
+            if not isinstance(name, str) or name not in SAMPLERS:
+                close = difflib.get_close_matches(name, SAMPLERS, 1) if isinstance(name, str) else []
                 raise UsageError(
-                    f"samplers has {name!r}; expected {', '.join(SAMPLERS)}.",
+                    f"samplers has {short(name)}; expected {', '.join(SAMPLERS)}.",
                     hint=f"Did you mean {close[0]}?" if close else "",
                 )
         if len(set(names)) < len(names):
@@ -151,5 +156,6 @@ class SamplingOptions:
                 return bool(getattr(self, step) < 1)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 0
+def is_number(value: Any, least: float, most: float, kind: type[Any] = Real) -> bool:
+    """Whether a value is a number from `least` to `most`, of NumPy's too; NaN, true and false are not."""
+    return isinstance(value, kind) and not isinstance(value, bool) and bool(least <= value <= most)
