@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -63,6 +64,15 @@ def test_a_gpu_that_is_asked_for_and_not_there_is_refused_by_every_verb(call):
         assert "GPU" in result.stderr
     assert call("run", "demo", "x", "-n", "1", "-ngl", "0").stdout
     assert call("run", "demo", "x", "-n", "1", "-ngl", "auto").stdout
+
+
+def test_the_help_lists_what_is_of_plan_then_the_placing_then_what_every_verb_has(call):
+    options = re.findall(r"^  (--?[a-z]+)", call("plan", "--help").stdout, re.MULTILINE)
+    placing = ["-ngl", "-lv", "--kv", "-mg", "-ts"]
+    assert options == ["--devices", "--ctx", *placing, "--json", "-q", "-v", "--traceback", "-h"]
+    of_run = re.findall(r"^  (--?[a-z]+)", call("run", "--help").stdout, re.MULTILINE)
+    first = of_run.index("-ngl")
+    assert of_run[first : first + 7] == [*placing, "--mtest", "--json"]
 
 
 def test_mtest_tells_the_plan_and_runs_nothing(call):

@@ -103,8 +103,16 @@ def engine_options(function: F) -> F:
             return tell_plan(click.get_current_context().obj, options.get("model", "demo"), where)
         return function(*args, where=where, **options)
 
-    decorated: Any = gathered
-    for option in (*reversed(PLACE_OPTIONS), *reversed(ENGINE_OPTIONS)):
+    decorated: Any = place_options(MTEST_OPTION(gathered))
+    for option in reversed(ENGINE_OPTIONS):
+        decorated = option(decorated)
+    return cast(F, decorated)
+
+
+def place_options(function: F) -> F:
+    """The options that place a model on devices, each as a parameter of its own."""
+    decorated: Any = function
+    for option in reversed(PLACE_OPTIONS):
         decorated = option(decorated)
     return cast(F, decorated)
 
@@ -153,7 +161,9 @@ PLACE_OPTIONS = (
         metavar="X,Y...",
         help="Shares of the blocks for each GPU (default: by free memory).",
     ),
-    click.option("--mtest", is_flag=True, help="Tell what would go where, as `plan` does, and run nothing."),
+)
+MTEST_OPTION = click.option(
+    "--mtest", is_flag=True, help="Show what would go on which device, as `plan` does, and exit."
 )
 
 

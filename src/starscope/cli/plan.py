@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from starscope.cli.common import MODEL, Session, everywhere, json_option
-from starscope.cli.engines import CONTEXT_OPTION, PLACE_OPTIONS, EngineArguments
+from starscope.cli.engines import CONTEXT_OPTION, EngineArguments, place_options
 from starscope.cli.units import bytes_text
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     help="Devices to plan for, there or not: cuda:24GiB, or cuda:0:24GiB,cuda:1:12GiB (default: those that are there).",
 )
 @CONTEXT_OPTION
+@place_options
 @json_option
 @everywhere
 @click.pass_context
@@ -57,10 +58,6 @@ def plan(
         tensor_split=tensor_split,
     )
     tell_plan(ctx.obj, model, where, devices)
-
-
-for _option in reversed(PLACE_OPTIONS[:-1]):  # --mtest is this verb
-    plan = _option(plan)
 
 
 def tell_plan(session: Session, model: str, where: EngineArguments, devices: str | None = None) -> None:
