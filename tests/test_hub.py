@@ -316,6 +316,26 @@ def test_a_download_that_breaks_off_says_why(
         fetch_model(NAME)
 
 
+@pytest.mark.parametrize("page", [b"<html>Log in</html>", b"[]", b"{}", b'{"id": "owner/name", "siblings": [5]}'])
+def test_an_answer_that_is_not_a_hubs_says_so(page: bytes, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "answer", lambda *_: (200, {"Content-Type": "text/html"}, page))
+    with pytest.raises(OfflineError, match=r"http.* does not answer as a hub does\. With a network"):
+        fetch_model(NAME)
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, KeyError, AttributeError])
+def test_a_mistake_of_our_own_is_not_blamed_on_the_hub(
+    error: type[Exception], hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*_: object) -> list[str]:
+        raise error("ours")
+
+    hub.repos["owner/name"] = Repo(FOLDER)
+    monkeypatch.setattr("starscope.hub.choose_model", wrong)
+    with pytest.raises(error, match="ours"):
+        fetch_model(NAME)
+
+
 # The command
 
 

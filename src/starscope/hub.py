@@ -226,14 +226,17 @@ def _fetch(name: HubName, choose: Choose) -> tuple[Path, list[str]]:
         info = huggingface_hub.HfApi(endpoint=constants.ENDPOINT).model_info(
             name.repo, revision=name.revision, timeout=TIMEOUT_S
         )
-        chosen = choose(name, [sibling.rfilename for sibling in info.siblings or ()])
+        listed = [sibling.rfilename for sibling in info.siblings or ()]
+    chosen = choose(name, listed)
+    patterns, bars = [glob.escape(file) for file in chosen], _bars()
+    with _explained(name, absent):
         made = huggingface_hub.snapshot_download(
             name.repo,
             revision=name.revision,
             cache_dir=constants.HF_HUB_CACHE,
             endpoint=constants.ENDPOINT,
-            allow_patterns=[glob.escape(file) for file in chosen],
-            tqdm_class=_bars(),
+            allow_patterns=patterns,
+            tqdm_class=bars,
         )
     missing = [file for file in chosen if not Path(made, file).is_file()]
     if missing:
@@ -281,15 +284,16 @@ def _is_whole(folder: Path, chosen: Sequence[str]) -> bool:
 
 @contextmanager
 def _explained(name: HubName, absent: str) -> Iterator[None]:
-    """Turn what goes wrong on the way to the hub into one sentence each."""
+    """Turn what goes wrong on the way to the hub into one sentence each.
+
+    For its calls and the reading of their answers and nothing else: here a ValueError is the hub's.
+    """
     import huggingface_hub
     from huggingface_hub import constants, errors
 
     host = constants.ENDPOINT
     try:
         yield
-    except StarscopeError:
-        raise
     except errors.GatedRepoError:
         token = "the token that was found has no access" if huggingface_hub.get_token() else "no token was found"
         raise InputError(
@@ -328,12 +332,7 @@ def _explained(name: HubName, absent: str) -> Iterator[None]:
         if error.filename is not None:
             raise OutputError(f"{os.fsdecode(error.filename)} cannot be written: {error.strerror}.") from None
         raise OfflineError(_cannot(name, absent, _reason(host, error)), hint=_way_out(name)) from None
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-    ):  # a proxy's page, say
+    except (ValueError, TypeError, KeyError, AttributeError):  # a proxy's page, say
         why = f"{host} does not answer as a hub does"
         raise OfflineError(_cannot(name, absent, why), hint=_way_out(name)) from None
     except errors.HTTPError as error:  # type: ignore[attr-defined]  # of the HTTP library that it uses
