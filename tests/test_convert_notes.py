@@ -99,6 +99,14 @@ def test_a_model_type_of_another_family_is_refused(tmp_path: Path) -> None:
         convert(tmp_path)
 
 
+@pytest.mark.parametrize("model_type", ["gpt2", "bert"])
+def test_a_model_type_that_is_also_of_other_models_names_none(model_type: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    edit_config(tmp_path, architectures=None, model_type=model_type)
+    with pytest.raises(UnsupportedError, match=f"no architecture .model_type '{model_type}'.; supported: GPTBigCode"):
+        convert(tmp_path)
+
+
 # Options and counts
 
 

@@ -195,7 +195,7 @@ class Family:
     title: str
     gguf_architecture: str
     hf_architectures: tuple[str, ...]
-    hf_model_types: tuple[str, ...]
+    hf_model_types: tuple[str, ...]  # one for each of hf_architectures
     hparams: Sequence[HParam]
     derived: Mapping[str, Callable[[HParams], Any]]
     tensors: Sequence[Tensor]
@@ -300,7 +300,9 @@ def find_family_for_config(config: Config) -> Family:
             raise CheckpointError(
                 f"config.json: model_type is {short(model_type)}; expected {expected} for the architecture {named}."
             )
-        if named or (not found and model_type == family.name):
+        # A class of another layout has to be named: its model type is others' too (gpt2).
+        pairs = zip(family.hf_architectures, family.hf_model_types, strict=True)
+        if named or (not found and model_type in [type_ for name, type_ in pairs if name not in family.layouts]):
             return family
     known = ", ".join(name for family in all_families().values() for name in family.hf_architectures)
     what = cut(", ".join(found)) if found else f"no architecture (model_type {short(model_type)})"

@@ -149,6 +149,11 @@ class FamilySuite:
         assert find_family(self.family) is family
         assert find_family_for_gguf(family.gguf_architecture) is family
         assert all(find_family_for_config({"architectures": [name]}) is family for name in family.hf_architectures)
+        assert all(
+            find_family_for_config({"model_type": model_type}) is family
+            for name, model_type in zip(family.hf_architectures, family.hf_model_types, strict=True)
+            if name not in family.layouts
+        )
 
 
 def prompt(vocab_size: int, length: int, seed: int = 0) -> list[int]:
