@@ -17,6 +17,7 @@ from gguf.utility import size_label as reference_size_label
 from safetensors.torch import load_file, save_file
 
 import starscope.convert
+from starscope.checkpoint import WeightFile
 from starscope.convert import convert, size_label
 from starscope.errors import (
     CheckpointError,
@@ -485,12 +486,21 @@ def test_verification_finds_one_wrong_bit_and_keeps_nothing(
 
         return written(path, metadata, tensors, check=spoil_and_check, **options)
 
+    closed: list[WeightFile] = []
+
+    class Watched(WeightFile):
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
     monkeypatch.setattr(starscope.convert, "write_gguf", write_with_an_error)
+    monkeypatch.setattr(starscope.convert, "WeightFile", Watched)
     message = (
         rf"blk\.1\.ffn_up\.weight differs from transformer\.h\.1\.mlp\.c_fc\.weight rounded to {to.upper()} in 1 value"
     )
-    with pytest.raises(VerificationError, match=message + r" from row \d+ on, by up to \d"):
+    with pytest.raises(VerificationError, match=message + r" from row \d+ on, by up to \d") as caught:
         convert(tmp_path, out, to=to, verify=True, force=True)
+    assert len(closed) == 1, caught  # while the error keeps the function's frame
     assert out.read_bytes() == b"before"
     assert not list(tmp_path.glob(".starscope*"))
 

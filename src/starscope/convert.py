@@ -13,6 +13,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -340,21 +341,20 @@ def _verify(path: Path, pieces: Sequence[Piece], count: Counter) -> None:
         infos = file.tensors
     if list(infos) != [piece.name for piece in pieces]:
         raise VerificationError(f"{path} has {len(infos)} tensors; expected {len(pieces)}, in the order of the family.")
-    written = WeightFile(path)
-    for piece in pieces:
-        info = infos[piece.name]
-        if (info.shape, info.type_id) != (piece.tensor.shape, piece.format.type_id):
-            expected = f"{list(piece.tensor.shape)} as {piece.format.name}"
-            raise VerificationError(f"{piece.name} is {list(info.shape)} as {info.type_name}; expected {expected}.")
-        at = info.offset
-        for start, stop in piece.spans():
-            expected_raw = piece.encoded(start, stop)
-            found_raw = np.empty_like(expected_raw)
-            written.read_into(found_raw.reshape(-1).data, at)
-            _compare(piece, start, decode(piece.format, found_raw), decode(piece.format, expected_raw))
-            at += found_raw.nbytes
-            count.add(found_raw.nbytes)
-    written.close()
+    with closing(WeightFile(path)) as written:
+        for piece in pieces:
+            info = infos[piece.name]
+            if (info.shape, info.type_id) != (piece.tensor.shape, piece.format.type_id):
+                expected = f"{list(piece.tensor.shape)} as {piece.format.name}"
+                raise VerificationError(f"{piece.name} is {list(info.shape)} as {info.type_name}; expected {expected}.")
+            at = info.offset
+            for start, stop in piece.spans():
+                expected_raw = piece.encoded(start, stop)
+                found_raw = np.empty_like(expected_raw)
+                written.read_into(found_raw.reshape(-1).data, at)
+                _compare(piece, start, decode(piece.format, found_raw), decode(piece.format, expected_raw))
+                at += found_raw.nbytes
+                count.add(found_raw.nbytes)
 
 
 def _compare(piece: Piece, start: int, found: Floats, expected: Floats) -> None:

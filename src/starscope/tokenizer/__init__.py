@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizers, from Hugging Face folders and from GGUF files."""
+"""Byte-level BPE and SentencePiece tokenizers, from Hugging Face folders and from GGUF files."""
 
 from starscope.tokenizer.detokenizer import Detokenizer
 from starscope.tokenizer.tokenizer import Tokenizer

@@ -4,7 +4,7 @@ GGUF stores quant blocks of 18 to 210 bytes, which no GPU reads well. Here the s
 plain tensor over all rows: quants, high bits, scales of groups, scales. Nothing is converted and nothing is added, so a
 matrix takes the bytes that it takes in the file:
 
-    matrix = read_stored(weights, "layers.0.mlp.up_proj.weight", "Q4_K", device)
+    matrix = read_stored(weights, "layers.0.mlp.up_proj.weight", device)
     matrix.rows(ids)                       # some rows, decoded: float32 [n cols], the bits of `formats.decode`
     matrix.decode(0, 128)                  # likewise, a run of rows
 """
