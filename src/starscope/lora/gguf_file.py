@@ -108,16 +108,15 @@ def write_gguf_adapter(
     hp: HParams,
     pairs: Mapping[str, Pair],
     *,
-    to: str = "f32",
     name: str = "",
     force: bool = False,
 ) -> int:
-    """Write pairs, by our names, and return the file's bytes. `to` is f32, f16 or bf16.
+    """Write pairs, by our names, as F32, and return the file's bytes.
 
     The format has one alpha for all: it is that of the pair with the greatest, and B of the others is scaled to fit.
     Raises what `write_gguf` raises.
     """
-    format_ = find_format(to)
+    format_ = find_format("F32")
     slots = {slot.name: slot for slot in family.slots(hp)}
     alpha = float(np.float32(max((pair.scale * pair.rank for pair in pairs.values()), default=0.0))) or 1.0
     texts = {

@@ -220,9 +220,7 @@ def peft_config(modules: Mapping[str, tuple[int, float]], base: str, targets: Se
     }
 
 
-def write_peft(
-    folder: Path, family: Family, hp: HParams, pairs: Mapping[str, Pair], *, base: str = "", to: str = "f32"
-) -> None:
+def write_peft(folder: Path, family: Family, hp: HParams, pairs: Mapping[str, Pair], *, base: str = "") -> None:
     """Write pairs, by our names, as a folder that PEFT loads; what is there of it is replaced, each file at once.
 
     `base` is the model's name on the hub, if it has one. Raises what `atomic_output` raises.

@@ -173,13 +173,6 @@ def surprises(candidates: Candidates) -> Floats:
     return bits
 
 
-def log_probabilities(logits: Logits) -> npt.NDArray[np.float32]:  # [vocab_size]
-    """The log-softmax of the logits as the model gave them, before temperature and filters; the sum is float64."""
-    shifted = logits - logits.max()
-    scores: npt.NDArray[np.float32] = shifted - np.float32(math.log(np.exp(shifted.astype(np.float64)).sum()))
-    return scores
-
-
 def top_log_probabilities(
     candidates: Candidates, token: int, count: int
 ) -> tuple[float, tuple[tuple[int, float], ...]]:
