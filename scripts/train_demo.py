@@ -90,6 +90,8 @@ RECIPE = (
     Stage(1320, 7000),
     Stage(2915, 4300),
     Stage(4800, 4800, tests=1.0, short=True),
+    Stage(5400, 5400, tests=1.0, short=True),
+    Stage(7000, 7000, tests=1.0, short=True),
 )
 
 

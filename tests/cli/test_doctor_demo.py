@@ -154,10 +154,10 @@ def test_demo_completes_fills_a_hole_and_says_how_to_go_on(cli, demo_model):
     assert lines[0] == f"starscope {__version__}"
     assert "native engine · cpu" in lines[1]
     assert "parameters" in lines[2]
-    assert "class Point:" in lines
+    assert "class Counter:" in lines
     assert ">>>" in result.stdout
     assert "<<<" in result.stdout
-    assert "it looked most at:" in result.stdout
+    assert "the model attended most to:" in result.stdout
     assert "tok/s" in result.stdout
     assert sum(line.startswith("  starscope ") for line in lines) == 4
 

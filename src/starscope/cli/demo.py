@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from starscope.model import Model
 
 PROMPT = """\
-class Point:
-    def __init__(self, x, y):
-        self.x = x
-        self.y = y
+class Counter:
+    def __init__(self, value=0):
+        self.value = value
 
     def __eq__(self, other):
-        if not isinstance(other,"""
+        if isinstance(other,"""
 BEFORE = """\
-def maximum(items):
-    best = items[0]
-    for item in items:
-        if """
+def read(path):
+    f = open(path)
+    try:
+        data ="""
 AFTER = """
-            best = item
-    return best
+    finally:
+        f.close()
+    return data
 """
 NEXT = (
-    ("starscope run demo 'def main():' -n 60", "continue your own text"),
-    ("starscope trace demo 'def f(x):' --value logits", "look at any value of the forward pass"),
-    ("starscope graph demo", "see every step of it"),
-    ("starscope convert FOLDER -o model.gguf", "bring a StarCoder model of your own"),
+    ("starscope run demo 'def main():' -n 60", "complete your own prompt"),
+    ("starscope trace demo 'def f(x):' --value logits", "inspect any value of the forward pass"),
+    ("starscope graph demo", "list every operation of it"),
+    ("starscope convert FOLDER -o model.gguf", "convert a StarCoder model of your own"),
 )
 
 
@@ -48,9 +48,9 @@ NEXT = (
 @everywhere
 @click.pass_context
 def demo(ctx: click.Context, where: EngineArguments) -> None:
-    """Complete code with the small model in the package.
+    """Complete code with the bundled demo model.
 
-    Continues the beginning of a function and fills a hole in another, both as they are generated.
+    Completes one function, fills in the middle of another, and shows which tokens the model attended to.
     """
     from starscope.model import load
 
@@ -58,11 +58,11 @@ def demo(ctx: click.Context, where: EngineArguments) -> None:
     session.write(f"starscope {__version__}\n")
     loaded = load("demo", **where)
     session.write(f"{headline(loaded)}\n{describe(loaded)}")
-    session.write("\n# It continues a function:\n")
+    session.write("\n# Completing a function:\n")
     session.write(PROMPT)
     first = stream(session, loaded, PROMPT, None)
     if loaded.tokenizer.fim is not None:
-        session.write("\n\n# It fills the hole between the two parts of another (marked >>> and <<<):\n")
+        session.write("\n\n# Filling in the middle of another (between >>> and <<<):\n")
         session.write(BEFORE + ">>>")
         stream(session, loaded, BEFORE, AFTER)
         session.write("<<<" + AFTER)
@@ -70,9 +70,9 @@ def demo(ctx: click.Context, where: EngineArguments) -> None:
     timings = first.timings
     session.write(
         f"\nprompt {timings.prefill_tok_s:.0f} tok/s, new text {timings.decode_tok_s:.0f} tok/s, "
-        f"loaded in {timings.load_s:.2f} s; nothing left this machine\n"
+        f"loaded in {timings.load_s:.2f} s; no data left this machine\n"
     )
-    session.write("\nGo on with:\n")
+    session.write("\nNext steps:\n")
     here = [(command.replace("starscope", this_command(), 1), what) for command, what in NEXT]
     width = max(len(command) for command, _ in here)
     session.write("".join(f"  {command:<{width}}  {what}\n" for command, what in here))
@@ -94,7 +94,7 @@ def describe(model: Model) -> str:
     return (
         f"the demo model: {count_text(parameters)} parameters, {size}, {model.context_length} tokens of context, "
         "trained on Python's standard library\n"
-        "It writes what looks like Python and seldom does what it says; the largest StarCoder has 15.5B parameters.\n"
+        "Its output looks like Python and is rarely correct; the largest StarCoder has 15.5B parameters.\n"
     )
 
 
@@ -105,7 +105,7 @@ def show_looks(session: Session, model: Model, prompt: str, completion: Completi
         return
     looks = attention_of_the_last(model, ids)
     new = model.tokenizer.piece(completion.token_ids[-1])
-    session.write(f"\n\n# To write its last token, {new!r}, it looked most at:\n")
+    session.write(f"\n\n# To predict its last token, {new!r}, the model attended most to:\n")
     for position in sorted(range(len(ids)), key=lambda i: -looks[i])[:5]:
         bar = "█" * max(1, round(40 * looks[position] / max(looks)))
         session.write(f"{looks[position]:>6.1%}  {bar}  {model.tokenizer.piece(ids[position])!r} (token {position})\n")
