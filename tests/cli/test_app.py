@@ -100,14 +100,14 @@ def test_the_engines_on_offer_are_those_that_there_are():
         (["run", "m", "--n", "3"], "Did you mean -n?"),
         (["run", "m", "--temp=1"], "Did you mean --temperature?"),
         (["convert", "m", "--outt", "f16"], "Did you mean --outtype?"),
-        (["run", "m", "- a list"], "A text that begins with - goes after --"),
-        (["run", "m", "--- a/file.py"], "A text that begins with - goes after --"),
-        (["tokenize", "m", "-1"], "A text that begins with - goes after --"),
+        (["run", "m", "- a list"], "Put text that starts with - after --"),
+        (["run", "m", "--- a/file.py"], "Put text that starts with - after --"),
+        (["tokenize", "m", "-1"], "Put text that starts with - after --"),
         (["perplexity", "m", "-1"], "See: starscope perplexity --help"),
         (["run", "m", "p", "-t", "4097"], "threads is 4097; expected 1 to 4096."),
         (["run", "m", "p", "-t", "9" * 20], f"threads is {'9' * 20}; expected 1 to 4096."),
-        (["perplexity", "m", "f", "--ctx", "0"], "the context is 0; expected a number of tokens, at least 1."),
-        (["demo", "--ctx", "-1"], "the context is -1; expected a number of tokens, at least 1."),
+        (["perplexity", "m", "f", "--ctx", "0"], "the context is 0 tokens; expected at least 1."),
+        (["demo", "--ctx", "-1"], "the context is -1 tokens; expected at least 1."),
         (["run"], "See: starscope run --help"),
         (["run", "m", "p", "-n", "many"], "'many' is not a valid integer"),
         (["run", "m", "p", "--engine", "abacus"], "'auto', 'native', 'torch', 'numpy'"),
@@ -177,7 +177,7 @@ def test_an_internal_error_says_how_to_get_the_traceback_and_traceback_gives_it(
     first = cli("run")
     assert first.stderr == (
         "error: internal error: ZeroDivisionError: seven by zero\n"
-        "Run it again with --traceback and report what it prints.\n"
+        "Run the command again with --traceback and report its output.\n"
     )
     second = cli("--traceback", "run")
     assert second.exit_code == 1
@@ -223,7 +223,7 @@ def test_what_was_typed_is_escaped_in_the_error(args, cli):
 def test_an_empty_name_is_refused_in_words(args, cli):
     result = cli(*args)
     assert result.exit_code == 2
-    assert "the name is empty; expected that of a file or folder." in result.stderr
+    assert "the name is empty; expected a file or folder." in result.stderr
 
 
 @pytest.mark.parametrize("args", [

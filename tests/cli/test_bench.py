@@ -50,7 +50,7 @@ def test_defaults_that_the_context_has_no_room_for_are_left_out_and_said(cli, mo
     document = json.loads(result.stdout)
     assert list(document["prefill_tok_s"]) == ["0"]
     assert (document["prompt"], document["steps"]) == (40, 40)
-    assert "note: depth 2048 is left out: the context has 40 positions.\n" in result.stderr
+    assert "note: depth 2048 is skipped: the context has only 40 positions.\n" in result.stderr
 
 
 def test_the_engine_is_the_one_asked_for(cli, model):
@@ -61,7 +61,7 @@ def test_the_engine_is_the_one_asked_for(cli, model):
 
 
 @pytest.mark.parametrize(("args", "said"), [
-    (["-d", "0,x"], "-d is '0,x'; expected whole numbers with commas between, as in 1,8."),
+    (["-d", "0,x"], "-d is '0,x'; expected whole numbers separated by commas, such as 1,8."),
     (["-b", ""], "-b is ''; expected whole numbers"),
     (["-b", "1,,2"], "-b is '1,,2'; expected whole numbers"),
     (["-d", "1.5"], "-d is '1.5'; expected whole numbers"),

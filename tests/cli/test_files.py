@@ -99,7 +99,7 @@ def test_show_knows_the_size_class_of_a_vocabulary_alone(cli, vocabulary):
     hidden, inner, qkv = 2048, 64, 2048 + 2 * 512
     block = 4 * hidden + qkv * (hidden + 1) + hidden * (hidden + 1) + inner * (hidden + 1) + hidden * (inner + 1)
     assert document["parameters"] == (269 + 4096) * hidden + 24 * block + 2 * hidden  # the head is the embedding
-    assert "none, a vocabulary alone" in cli("show", vocabulary).stdout
+    assert "none (vocabulary only)" in cli("show", vocabulary).stdout
 
 
 def test_show_prints_what_another_architectures_file_says(cli, model, tmp_path):
@@ -116,7 +116,7 @@ def test_show_prints_what_another_architectures_file_says(cli, model, tmp_path):
     assert document["tokenizer"]["fim"]["prefix"] == 1
     text = cli("show", tmp_path / "other.gguf")
     assert text.exit_code == 0
-    assert "mamba (not supported here)" in text.stdout
+    assert "mamba (not supported)" in text.stdout
     assert "supported: starcoder" in text.stdout
 
 

@@ -67,10 +67,12 @@ def test_a_gpu_that_is_asked_for_and_not_there_is_refused_by_every_verb(call):
 
 
 def test_the_help_lists_what_is_of_plan_then_the_placing_then_what_every_verb_has(call):
-    options = re.findall(r"^  (--?[a-z]+)", call("plan", "--help").stdout, re.MULTILINE)
+    def listed(verb):
+        return re.findall(r"^  (--?[a-z]+)", call(verb, "--help").stdout.partition("Options:")[2], re.MULTILINE)
+
     placing = ["-ngl", "-lv", "--kv", "-mg", "-ts"]
-    assert options == ["--devices", "--ctx", *placing, "--json", "-q", "-v", "--traceback", "-h"]
-    of_run = re.findall(r"^  (--?[a-z]+)", call("run", "--help").stdout, re.MULTILINE)
+    assert listed("plan") == ["--devices", "--ctx", *placing, "--json", "-q", "-v", "--traceback", "-h"]
+    of_run = listed("run")
     first = of_run.index("-ngl")
     assert of_run[first : first + 7] == [*placing, "--mtest", "--json"]
 

@@ -72,7 +72,7 @@ def test_an_empty_stdin_begins_with_the_end_token(cli, model):
 
 
 def test_an_empty_prompt_is_told_with_the_token_that_stands_for_it(cli, model):
-    told = "note: the prompt is empty; generation begins from <|endoftext|> (0)."
+    told = "note: the prompt is empty; generation starts from <|endoftext|> (0)."
     for args in (["run", model, "", "-n", 1], ["run", model, "", "-n", 1, "--json"]):
         assert told in cli(*args).stderr.splitlines()
     assert "note" not in cli("run", model, "", "-n", 1, "-q").stderr
@@ -120,7 +120,7 @@ def test_a_suffix_without_infilling_tokens_is_unsupported(cli, model_without_fim
 def test_text_around_a_hole_that_is_cut_is_said_so(cli, model):
     result = cli("run", model, "x" * 500, "--suffix", "y" * 500, "--ctx", 64, "-n", 10)
     assert result.exit_code == 0
-    assert "949 tokens of the text around the hole were left out" in result.stderr
+    assert "949 tokens around the hole were dropped to fit the context" in result.stderr
     document = json.loads(cli("run", model, "x" * 500, "--suffix", "y" * 500, "--ctx", 64, "-n", 10, "--json").stdout)
     assert document["dropped_tokens"] == 949
     assert json.loads(cli("run", model, "x", "--suffix", "y", "-n", 1, "--json").stdout)["dropped_tokens"] == 0
@@ -254,7 +254,7 @@ def test_without_a_prompt_a_terminal_gets_a_short_answer(spawn, model):
     os.close(ours)
     os.close(theirs)
     assert (process.returncode, out) == (2, b"")
-    assert err == (b"error: there is no prompt: give it as an argument, or on stdin.\nSee: starscope run --help\n")
+    assert err == (b"error: the prompt is missing; expected an argument or text on stdin.\nSee: starscope run --help\n")
 
 
 def test_the_document_of_tokenize_has_exactly_these_keys(cli, model, loaded):
@@ -316,7 +316,7 @@ def test_context_files_that_are_cut_are_said_so(cli, model, tmp_path):
     (tmp_path / "big.py").write_text("z" * 500)
     result = cli("run", model, "ab", "--suffix", "cd", "--context-file", tmp_path / "big.py", "--ctx", 300, "-n", 10)
     assert result.exit_code == 0
-    assert "tokens of the text around the hole were left out" in result.stderr
+    assert "tokens around the hole were dropped to fit the context" in result.stderr
     assert "prompt 290 tokens" in result.stderr
 
 

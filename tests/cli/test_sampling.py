@@ -57,10 +57,10 @@ def test_more_said_shows_the_chain_in_its_order(cli, model):
 
 def test_options_that_do_nothing_at_temperature_0_are_named(cli, model):
     given = ["--top-k", 5, "--top-p", 0.5, "--min-p", 0.1, "--typical-p", 0.5, "--seed", 1]
-    told = "note: at temperature 0 these do nothing: --top-k, --top-p, --min-p, --typical-p, --seed."
+    told = "note: no effect at temperature 0: --top-k, --top-p, --min-p, --typical-p, --seed."
     assert told in cli("run", model, PROMPT, "-n", 1, *given).stderr.splitlines()
     one = cli("run", model, PROMPT, "-n", 1, "--seed", 0).stderr
-    assert "note: at temperature 0 these do nothing: --seed." in one.splitlines()
+    assert "note: no effect at temperature 0: --seed." in one.splitlines()
     for more in (
         [],
         ["--temperature", 1, *given],
@@ -68,7 +68,7 @@ def test_options_that_do_nothing_at_temperature_0_are_named(cli, model):
         ["--repetition-penalty", 2],
         ["-q", *given],
     ):
-        assert "do nothing" not in cli("run", model, PROMPT, "-n", 1, *more).stderr
+        assert "no effect" not in cli("run", model, PROMPT, "-n", 1, *more).stderr
 
 
 def test_a_window_wider_than_any_text_is_the_whole_text(cli, model):
@@ -124,7 +124,7 @@ def test_a_sampling_option_out_of_range_is_status_2_before_the_model_is_looked_f
 def test_a_token_with_two_biases_is_refused(cli, tmp_path):
     result = cli("run", tmp_path / "none.gguf", PROMPT, "--logit-bias", "7=1", "--logit-bias", "7=2")
     assert result.exit_code == 2
-    assert "token 7 comes twice" in result.stderr
+    assert "token 7 has two biases" in result.stderr
 
 
 def test_a_bias_outside_the_vocabulary_is_refused_with_its_end(cli, model):

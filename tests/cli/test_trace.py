@@ -147,12 +147,12 @@ def test_the_list_has_every_standard_value_by_a_pattern_that_can_be_asked_for(cl
         (["--value", "layers.1.layer_outptu"], "Near: layers.1.layer_output"),
         (["--value", "layers.7.layer_output"], "This model has layers 0 to 1."),
         (["--value", "layers.*.nothing"], "no value fits 'layers.*.nothing'"),
-        ([], "no value was named.\nGive --value NAME; --list prints the names."),
-        (["--list"], "--list is for itself"),
-        (["--value", "logits", "--rows", "first"], "--rows is 'first'; expected positions, as in -1 or 0,3,-1 or 4:8."),
+        ([], "--value is missing; expected at least one name.\nUse --list to see the names."),
+        (["--list"], "--list was given with a prompt or --value; expected neither."),
+        (["--value", "logits", "--rows", "first"], "--rows is 'first'; expected positions such as -1, 0,3,-1 or 4:8."),
         (["--value", "logits", "--rows", ""], "--rows is ''"),
         (["--value", "logits", "--rows", "99"], "row 99 is out of range; the prompt has"),
-        (["--value", "logits", "--json", "-o", "x.safetensors"], "--json and -o are two places"),
+        (["--value", "logits", "--json", "-o", "x.safetensors"], "--json and -o both write the values"),
     ],
 )
 def test_a_wrong_command_line_is_a_sentence_and_status_2(args, said, cli, model):
@@ -195,5 +195,8 @@ def test_a_file_of_the_model_is_never_replaced(cli, model, tmp_path):
     for out in (file, tmp_path / "link"):
         result = cli("trace", file, PROMPT, "--value", "logits", "-o", out, "--force")
         assert result.exit_code == 2
-        assert result.stderr.splitlines()[-1] == f"error: {out} is read for the model; expected another output."
+        assert (
+            result.stderr.splitlines()[-1]
+            == f"error: {out} is one of the model's own files; expected another output file."
+        )
     assert file.read_bytes() == Path(model).read_bytes()

@@ -70,9 +70,9 @@ def test_every_verb_that_runs_a_model_takes_adapters(place, tmp_path):
 REFUSED = {
     "no such file": (("--lora", "none"), 3, "none does not exist"),
     "a model": (("--lora", "base.gguf"), 4, "general.type"),
-    "no number": (("--lora", "adapter:much"), 2, "a colon and a number"),
-    "an infinite scale": (("--lora", "adapter:inf"), 2, "a colon and a number"),
-    "a base alone": (("--lora-base", "base.gguf"), 2, "expected --lora beside it"),
+    "no number": (("--lora", "adapter:much"), 2, "expected FILE or FILE:SCALE, with a finite number"),
+    "an infinite scale": (("--lora", "adapter:inf"), 2, "expected FILE or FILE:SCALE, with a finite number"),
+    "a base alone": (("--lora-base", "base.gguf"), 2, "expected --lora too"),
     "an empty name": (("--lora-base", ""), 2, "empty"),
 }
 
@@ -138,7 +138,7 @@ def test_a_dry_run_of_finetune_says_what_it_would_take_and_makes_nothing(place, 
         assert plan[name] == made[name], name
     assert plan["memory_bytes"]["gradients"] == 4 * plan["parameters"]
     assert plan["seconds"] > 0
-    assert "parameters beside 8 linear layers of 2 blocks" in cli(*asked, "--dry-run", "--force").stdout
+    assert "parameters for 8 linear layers of 2 blocks" in cli(*asked, "--dry-run", "--force").stdout
     assert cli(*asked, "--dry-run").exit_code == 2  # the folder holds a run
 
 
@@ -170,9 +170,9 @@ def test_the_flags_of_llama_cpps_finetune_are_taken(place, tmp_path):
 
 
 WRONG = {
-    "no model": (("--data", "text", "--out", "o"), 2, "no MODEL"),
-    "no data": (("base.gguf", "--out", "o"), 2, "no --data"),
-    "no folder": (("base.gguf", "text"), 2, "no --out"),
+    "no model": (("--data", "text", "--out", "o"), 2, "MODEL is missing"),
+    "no data": (("base.gguf", "--out", "o"), 2, "--data is missing"),
+    "no folder": (("base.gguf", "text"), 2, "--out is missing"),
     "no rank": (("base.gguf", "text", "--out", "o", "-r", "0"), 2, "the rank is 0"),
     "a rank too large": (("base.gguf", "text", "--out", "o", "-r", "65"), 2, "expected 1 to 64"),
     "a target that is none": (

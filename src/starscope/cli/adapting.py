@@ -28,13 +28,14 @@ OPTIONS = (
         "lora_files",
         multiple=True,
         metavar="FILE[:SCALE]",
-        help="An adapter (LoRA), times SCALE (1): a PEFT folder or a GGUF file. May be repeated.",
+        help="Apply a LoRA adapter (PEFT folder or GGUF file), scaled by SCALE (default: 1). May be repeated.",
     ),
     click.option(
         "--lora-base",
         type=PATH,
         metavar="MODEL",
-        help="The same model in higher precision: adapters go into its weights, which are rounded to MODEL's formats.",
+        help="The same model in higher precision: adapters are merged into its weights, which are then rounded to "
+        "MODEL's formats.",
     ),
 )
 
@@ -45,7 +46,7 @@ def lora_options(function: F) -> F:
     @functools.wraps(function)
     def gathered(*args: Any, lora_files: tuple[str, ...], lora_base: str | None, **parameters: Any) -> Any:
         if lora_base is not None and not lora_files:
-            raise UsageError("--lora-base is for adapters; expected --lora beside it.")
+            raise UsageError("--lora-base was given without an adapter; expected --lora too.")
         lora = [split_scale(given, "--lora") for given in lora_files]
         return function(*args, adapters=LoraArguments(lora=lora, lora_base=lora_base), **parameters)
 

@@ -26,29 +26,29 @@ from starscope.errors import DoesNotFitError, InputError, OutputError, Starscope
 # section -> verb -> (module and its function, what it does in a few words)
 VERBS: dict[str, dict[str, tuple[str, str]]] = {
     "Run a model": {
-        "demo": ("demo:demo", "Complete code with the small model in the package."),
-        "run": ("run:run", "Continue a prompt, or fill a hole in it."),
-        "tokenize": ("run:tokenize", "Show a text as a model's tokens."),
-        "perplexity": ("perplexity:perplexity", "Measure how well a model predicts the text of files."),
-        "trace": ("trace:trace", "Print values of the forward pass of a prompt."),
-        "plan": ("plan:plan", "Tell what of a model would go on which device."),
-        "bench": ("bench:bench", "Measure how fast a model runs on this machine."),
+        "demo": ("demo:demo", "Complete code with the bundled demo model."),
+        "run": ("run:run", "Complete a prompt, or fill in the middle of one."),
+        "tokenize": ("run:tokenize", "Split text into a model's tokens."),
+        "perplexity": ("perplexity:perplexity", "Measure how well a model predicts text files."),
+        "trace": ("trace:trace", "Print values from the forward pass of a prompt."),
+        "plan": ("plan:plan", "Show how a model would be split across devices."),
+        "bench": ("bench:bench", "Measure a model's speed on this machine."),
     },
-    "Work on files": {
-        "convert": ("convert:convert", "Turn a Hugging Face folder into a GGUF file."),
-        "quantize": ("convert:quantize", "Store a GGUF file's weights in another format."),
-        "show": ("show:show", "Tell what a model file or folder holds."),
-        "graph": ("show:graph", "Print a model's forward pass, one line an operation."),
-        "merge": ("merge:merge", "Merge adapters (LoRA) into a model, as one GGUF file."),
-        "export": ("export:export", "Turn a GGUF file into a Hugging Face folder."),
+    "Convert and inspect files": {
+        "convert": ("convert:convert", "Convert a Hugging Face folder to a GGUF file."),
+        "quantize": ("convert:quantize", "Convert a GGUF file's weights to another format."),
+        "show": ("show:show", "Describe a model file or folder."),
+        "graph": ("show:graph", "Print a model's forward pass, one operation per line."),
+        "merge": ("merge:merge", "Merge LoRA adapters into a model, as one GGUF file."),
+        "export": ("export:export", "Convert a GGUF file to a Hugging Face folder."),
     },
-    "Make a model": {
+    "Train a model": {
         "train": ("train:train", "Train a small model from scratch on plain text or code."),
-        "finetune": ("finetune:finetune", "Train an adapter (LoRA) beside a model, on plain text or code."),
+        "finetune": ("finetune:finetune", "Train a LoRA adapter for a model on plain text or code."),
     },
-    "This installation": {
-        "doctor": ("doctor:doctor", "Check versions, processor, memory and optional parts."),
-        "completion": ("completion:completion", "Print a shell's completion script."),
+    "Installation": {
+        "doctor": ("doctor:doctor", "Check versions, hardware and optional packages."),
+        "completion": ("completion:completion", "Print a shell completion script."),
     },
 }
 PROGRAM, COMPLETE = "starscope", "_STARSCOPE_COMPLETE"
@@ -89,7 +89,7 @@ class App(click.Group):
         if verb not in TARGETS and not verb.startswith("-") and not ctx.resilient_parsing:
             near = [SYNONYMS[verb]] if verb in SYNONYMS else difflib.get_close_matches(verb, TARGETS, 1, NEAR_VERB)
             hint = f"Did you mean {near[0]}?" if near else "See: starscope --help"
-            raise UsageError(f"no verb is called {verb!r}; there are: {', '.join(TARGETS)}.", hint=hint)
+            raise UsageError(f"unknown command {verb!r}; expected one of {', '.join(TARGETS)}.", hint=hint)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -148,10 +148,10 @@ def end(session: Session, error: BaseException) -> int:
     if isinstance(error, click.exceptions.Exit):  # --help, --version
         return error.exit_code
     if isinstance(error, Stopped):
-        tell_in_json(session, "terminated", f"a signal ended it ({signal.Signals(error.number).name}).")
+        tell_in_json(session, "terminated", f"terminated by {signal.Signals(error.number).name}.")
         return 128 + error.number
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
-        tell_in_json(session, "interrupted", "it was interrupted (SIGINT).")
+        tell_in_json(session, "interrupted", "interrupted by SIGINT.")
         return 130
     if isinstance(error, OSError) and error.filename is None:  # a stream, not a file
         discard_stdout()
@@ -179,7 +179,7 @@ def as_starscope_error(error: BaseException, args: Sequence[str] = ()) -> Starsc
     if isinstance(error, StarscopeError):
         return error
     if isinstance(error, click.NoSuchOption):
-        return UsageError(f"there is no option {error.option_name}.", hint=option_hint(error, args))
+        return UsageError(f"unknown option {error.option_name}.", hint=option_hint(error, args))
     if isinstance(error, click.UsageError):
         path = error.ctx.command_path if error.ctx else PROGRAM
         return UsageError(_sentence(" ".join(error.format_message().split())), hint=f"See: {path} --help")
@@ -187,7 +187,7 @@ def as_starscope_error(error: BaseException, args: Sequence[str] = ()) -> Starsc
         return UsageError(_sentence(" ".join(error.format_message().split())))
     if isinstance(error, MemoryError):
         return DoesNotFitError(
-            "there is not enough memory for this.", hint="Use a smaller model, a smaller format (quantize) or --ctx."
+            "out of memory.", hint="Use a smaller model, a smaller weight format (see quantize) or a smaller --ctx."
         )
     if isinstance(error, OSError):
         if error.filename is None:
@@ -195,7 +195,7 @@ def as_starscope_error(error: BaseException, args: Sequence[str] = ()) -> Starsc
         return InputError(f"{os.fsdecode(error.filename)}: {error.strerror}.")
     return StarscopeError(
         f"internal error: {type(error).__name__}: {error}",
-        hint="Run it again with --traceback and report what it prints.",
+        hint="Run the command again with --traceback and report its output.",
     )
 
 
@@ -214,7 +214,7 @@ def option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
     given = next((arg for arg in args if arg.startswith(error.option_name)), error.option_name)
     path = error.ctx.command_path if error.ctx else PROGRAM
     if command is not None and command.name in TAKE_TEXT and not OPTION.fullmatch(given):
-        return f"A text that begins with - goes after --, as in: {path} MODEL -- '- a list'"
+        return f"Put text that starts with - after --, as in: {path} MODEL -- '- a list'"
     return f"See: {path} --help"
 
 
@@ -232,10 +232,10 @@ def _sentence(text: str) -> str:
 @click.version_option(__version__, message="starscope %(version)s")
 @click.pass_context
 def app(ctx: click.Context) -> None:
-    """Convert, run and look inside code models: the StarCoder and LLaMA families.
+    """Convert, run, train and inspect code models of the StarCoder and LLaMA families.
 
-    MODEL is a .gguf file, a Hugging Face folder, "demo", the small model in the package, or a model of the Hugging
-    Face hub: owner/name[@revision][:TYPE].
+    MODEL is a .gguf file, a Hugging Face folder, "demo" (the bundled model), or a model on the Hugging Face Hub:
+    owner/name[@revision][:TYPE].
     """
     if ctx.invoked_subcommand is None:
         session: Session = ctx.obj

@@ -28,13 +28,13 @@ ERASE_LINE = "\r\x1b[K"
 def numbers(_ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
     """The list in a text such as "0,2048", each number once."""
     if not NUMBERS.fullmatch(value):
-        raise UsageError(f"{parameter.opts[0]} is {value!r}; expected whole numbers with commas between, as in 1,8.")
+        raise UsageError(f"{parameter.opts[0]} is {value!r}; expected whole numbers separated by commas, such as 1,8.")
     return tuple(dict.fromkeys(map(int, value.split(","))))
 
 
 @click.command()
 @click.argument("model", type=MODEL)
-@click.option("-p", "--prompt", type=int, default=512, show_default=True, metavar="N", help="Tokens to prefill.")
+@click.option("-p", "--prompt", type=int, default=512, show_default=True, metavar="N", help="Prompt tokens to prefill.")
 @click.option("-n", "--steps", type=int, default=64, show_default=True, metavar="N", help="Tokens to decode.")
 @click.option(
     "-d",
@@ -43,7 +43,7 @@ def numbers(_ctx: click.Context, parameter: click.Parameter, value: str) -> tupl
     default="0,2048",
     show_default=True,
     metavar="N,N...",
-    help="Tokens that the cache holds before.",
+    help="Cache depths to measure at, in tokens.",
 )
 @click.option(
     "-b",
@@ -52,9 +52,11 @@ def numbers(_ctx: click.Context, parameter: click.Parameter, value: str) -> tupl
     default="1,8",
     show_default=True,
     metavar="N,N...",
-    help="Sequences to decode together.",
+    help="Numbers of sequences to decode together.",
 )
-@click.option("--repeat", type=int, default=3, show_default=True, metavar="N", help="Repeats; the median is told.")
+@click.option(
+    "--repeat", type=int, default=3, show_default=True, metavar="N", help="Repetitions; the median is reported."
+)
 @lora_options
 @engine_options
 @json_option
@@ -71,13 +73,13 @@ def bench(
     adapters: LoraArguments,
     where: EngineArguments,
 ) -> None:
-    """Measure how fast a model runs on this machine.
+    """Measure a model's speed on this machine.
 
-    Random tokens are run, and nothing is sampled. Prefill and decode are measured with a cache that holds so many
-    tokens already; sequences decoded together begin empty, and their tokens per second are those of all of them.
+    Runs random tokens, without sampling. Prefill and decode are measured at each depth, with that many tokens already
+    in the cache. Sequences decoded together start from empty caches, and their speed is the total of all of them.
 
-    The share of the read bandwidth is that of the weights as they are stored, which decoding reads once a token.
-    Figures drift with what else the machine does: compare those of one run.
+    The share of the read bandwidth counts the stored weights, which decoding reads once per token. Results vary with
+    what else the machine is doing: compare figures from the same run only.
     """
     session: Session = ctx.obj
 
@@ -94,7 +96,7 @@ def bench(
     if ctx.get_parameter_source("depths") is default:
         room = loaded.context_length - max(prompt, steps)
         for depth in [depth for depth in depths if depth > max(room, 0)]:
-            session.note(f"note: depth {depth} is left out: the context has {loaded.context_length} positions.")
+            session.note(f"note: depth {depth} is skipped: the context has only {loaded.context_length} positions.")
         depths = tuple(depth for depth in depths if depth <= max(room, 0))
     with progress_line(session) as progress:
         found = measure(loaded, prompt, steps, depths, batches, repeat, progress=progress)

@@ -34,7 +34,7 @@ class PathName(click.Path):
     ) -> str | bytes | os.PathLike[str]:
         """The name as it is; an empty one would stand for the current folder."""
         if not os.fspath(value):
-            self.fail("the name is empty; expected that of a file or folder.", param, ctx)
+            self.fail("the name is empty; expected a file or folder.", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -68,7 +68,7 @@ class Session:
     def write_bytes(self, data: bytes) -> None:
         """As `write`, for what is bytes already."""
         if sys.stdout is None:
-            raise OutputError("stdout is closed; expected a place for the output.")
+            raise OutputError("stdout is closed; expected somewhere to write the output.")
         if data:
             self.has_written, self.is_mid_line = True, not data.endswith(b"\n")
         try:
@@ -150,9 +150,9 @@ def everywhere(function: F) -> F:
         return set_field
 
     for flags, field, text in (
-        (("--traceback",), "traceback", "Print the Python traceback of an error."),
-        (("-v", "--verbose"), "verbose", "Say more."),
-        (("-q", "--quiet"), "quiet", "Say nothing but errors."),
+        (("--traceback",), "traceback", "Print the Python traceback on errors."),
+        (("-v", "--verbose"), "verbose", "Print more details."),
+        (("-q", "--quiet"), "quiet", "Print only errors."),
     ):
         option = click.option(*flags, is_flag=True, expose_value=False, callback=switch(field), help=text)
         function = option(function)
@@ -161,7 +161,7 @@ def everywhere(function: F) -> F:
 
 def json_option(function: F) -> F:
     """--json; the session knows of it before anything is parsed."""
-    option = click.option("--json", "as_json", is_flag=True, expose_value=False, help="Print one JSON document.")
+    option = click.option("--json", "as_json", is_flag=True, expose_value=False, help="Print the result as JSON.")
     return option(function)
 
 
@@ -213,7 +213,7 @@ def read_file(path: str) -> bytes:
         # O_NONBLOCK: a pipe would wait for its other end.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise InputError(f"{path} is no regular file; expected a file of text.")
+                raise InputError(f"{path} is not a regular file; expected a text file.")
             return file.read()
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -225,5 +225,5 @@ def text_or_stdin(ctx: click.Context, value: str | None, what: str) -> str:
     if value is not None and value != "-":
         return text_argument(value, what)
     if sys.stdin is None or (value is None and is_terminal(sys.stdin)):
-        raise click.UsageError(f"there is no {what}: give it as an argument, or on stdin.", ctx)
+        raise click.UsageError(f"the {what} is missing; expected an argument or text on stdin.", ctx)
     return utf8(sys.stdin.buffer.read(), what)

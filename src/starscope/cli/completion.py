@@ -12,7 +12,7 @@ from starscope.cli.common import Session, everywhere
 @everywhere
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print a shell's completion script.
+    """Print a shell completion script.
 
     \b
     bash: eval "$(starscope completion bash)"       in ~/.bashrc

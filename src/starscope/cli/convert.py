@@ -19,26 +19,28 @@ FIRST_TYPES = {"0": "f32", "1": "f16"}  # how the first converter for this famil
 DEFAULT_TYPE = "f16"
 TYPES = (
     "f32, f16, bf16, q8_0, q6_k, q5_k_m (or q5_k), q5_k_s, q5_1, q5_0, q4_k_m (or q4_k), q4_k_s, q4_1, q4_0"
-    "; in any case"
+    " (in upper or lower case)"
 )
 
 
 @click.command()
 @click.argument("source", metavar="SRC", type=PATH)
 @click.argument("type_", metavar="[TYPE]", required=False)
-@click.option("-o", "--out", "--outfile", type=PATH, metavar="OUT", help="Where to write.")
+@click.option("-o", "--out", "--outfile", type=PATH, metavar="OUT", help="Output file.")
 @click.option(
     "--to",
     "--outtype",
     "to",
     metavar="TYPE",
-    help=f"{TYPES}. Default: f16.",
+    help=f"Weight format: {TYPES}. Default: f16.",
 )
-@click.option("--vocab-only", is_flag=True, help="Write the sizes and the vocabulary, without weights.")
-@click.option("--expand-mqa", is_flag=True, help="Repeat the one key and value head for every query head.")
+@click.option("--vocab-only", is_flag=True, help="Write only the model's sizes and vocabulary, no weights.")
+@click.option("--expand-mqa", is_flag=True, help="Repeat the single key/value head for every query head.")
 @click.option("--verify", is_flag=True, help="Read the file back and compare every value with the source.")
-@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-@click.option("--allow-key", multiple=True, metavar="KEY", help="Pass over this key of config.json; may be repeated.")
+@click.option("--force", is_flag=True, help="Overwrite OUT if it exists.")
+@click.option(
+    "--allow-key", multiple=True, metavar="KEY", help="Ignore this unknown key of config.json. May be repeated."
+)
 @json_option
 @everywhere
 @click.pass_context
@@ -54,11 +56,11 @@ def convert(
     force: bool,
     allow_key: tuple[str, ...],
 ) -> None:
-    """Turn a Hugging Face folder into a GGUF file.
+    """Convert a Hugging Face folder to a GGUF file.
 
-    SRC is the folder, or the name of one on the hub, owner/name[@revision]. Without -o the file is written into the
-    folder as ggml-model-TYPE.gguf; for a hub name, where you are, as name-TYPE.gguf. TYPE may stand behind SRC instead
-    of --to, and be 0 (f32) or 1 (f16).
+    SRC is a folder, or a model on the Hub: owner/name[@revision]. The default output is ggml-model-TYPE.gguf in that
+    folder or, for a model on the Hub, name-TYPE.gguf in the current directory. TYPE can also follow SRC instead of
+    --to, and may then be 0 (f32) or 1 (f16).
     """
     from starscope.convert import check_output
     from starscope.convert import convert as run
@@ -101,16 +103,16 @@ def chosen_type(positional: str | None, option: str | None) -> str:
 @click.command()
 @click.argument("source", metavar="IN", type=PATH)
 @click.argument("out", metavar="OUT", type=PATH)
-@click.option("--to", required=True, metavar="TYPE", help=f"{TYPES}.")
-@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--to", required=True, metavar="TYPE", help=f"Weight format: {TYPES}.")
+@click.option("--force", is_flag=True, help="Overwrite OUT if it exists.")
 @json_option
 @everywhere
 @click.pass_context
 def quantize(ctx: click.Context, source: str, out: str, to: str, force: bool) -> None:
-    """Store a GGUF file's weights in another format.
+    """Convert a GGUF file's weights to another format.
 
-    Norms, biases and positions stay F32; all other keys are kept as they are. q4_k_m and the like are llama.cpp's
-    mixtures: more bits for some of the matrices.
+    Norms, biases and position embeddings stay F32, and metadata is kept. Types such as q4_k_m are llama.cpp's
+    mixtures, which use more bits for some of the matrices.
     """
     from starscope.model import find_model
     from starscope.quantize import quantize as run

@@ -23,9 +23,9 @@ PACKAGES = ("numpy", "tokenizers", "huggingface_hub", "threadpoolctl", "click", 
 @everywhere
 @click.pass_context
 def doctor(ctx: click.Context) -> None:
-    """Check versions, processor, memory and optional parts.
+    """Check versions, hardware and optional packages.
 
-    The last line sums it up. The exit status is 0 even if something is missing.
+    The last line is the verdict. The exit status is 0 even if something is missing.
     """
     session: Session = ctx.obj
     document = examine()

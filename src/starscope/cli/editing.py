@@ -25,14 +25,15 @@ OPTIONS = (
         "edit_files",
         type=PATH,
         multiple=True,
-        help="A JSON file of edits of the model's values. May be repeated.",
+        help="JSON file of edits to apply to the model's values. May be repeated.",
     ),
     click.option(
         "--control-vector",
         "control_vectors",
         multiple=True,
         metavar="FILE[:SCALE]",
-        help="Add the steering vectors of a GGUF file, times SCALE (1), to the blocks' outputs. May be repeated.",
+        help="Add the steering vectors in a GGUF file, scaled by SCALE (default: 1), to the blocks' outputs. "
+        "May be repeated.",
     ),
 )
 
@@ -70,7 +71,7 @@ def split_scale(given: str, option: str = "--control-vector") -> tuple[str, floa
         number = math.nan if os.path.exists(path) else 1.0  # no file's name then, but a scale that is none
         path = path if os.path.exists(path) else given
     if not path or not math.isfinite(number):
-        raise click.UsageError(f"{option} {given}: expected a file, or a file, a colon and a number.")
+        raise click.UsageError(f"{option} {given}: expected FILE or FILE:SCALE, with a finite number as the scale.")
     return path, number
 
 

@@ -24,7 +24,7 @@ ENGINE_NAMES = ("auto", "native", "torch", "numpy")
 def check_context(_ctx: click.Context, _parameter: click.Parameter, value: int | None) -> int | None:
     """At least one position; whether the model has so many is seen once it is loaded."""
     if value is not None and value < 1:
-        raise UsageError(f"the context is {value}; expected a number of tokens, at least 1.")
+        raise UsageError(f"the context is {value} tokens; expected at least 1.")
     return value
 
 
@@ -38,7 +38,7 @@ class LayersType(click.ParamType):  # type: ignore[type-arg]
         if isinstance(value, int) or value in ("all", "auto"):
             return value
         if not (isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10):
-            self.fail(f"{value!r} is no number of layers; expected one from 0 on, all or auto.", param, ctx)
+            self.fail(f"{value!r} is not a number of layers; expected 0 or more, all or auto.", param, ctx)
         return int(value)
 
 
@@ -52,7 +52,7 @@ def read_shares(_ctx: click.Context, _parameter: click.Parameter, value: str | N
     try:
         return [float(part) for part in value.replace("/", ",").split(",")]
     except ValueError:
-        raise UsageError(f"the split is {value!r}; expected numbers with commas between, as 3,1.") from None
+        raise UsageError(f"the split is {value!r}; expected numbers separated by commas, such as 3,1.") from None
 
 
 def use_isa(name: str, engine: str, device: str) -> None:
@@ -66,8 +66,8 @@ def use_isa(name: str, engine: str, device: str) -> None:
         engine, _ = choose_engine(device)
     if engine != "native":
         raise UsageError(
-            f"--isa is for the native engine, and here the {engine} engine would run; "
-            "leave --isa out, or use --engine native."
+            f"--isa selects the native engine's instruction set, but the {engine} engine would run; "
+            "omit --isa, or use --engine native."
         )
     native.use_isa(name)
 
@@ -123,17 +123,24 @@ CONTEXT_OPTION = click.option(
     type=int,
     callback=check_context,
     metavar="N",
-    help="Positions to use (default: all of the model's).",
+    help="Context length in tokens (default: the model's maximum).",
 )
 ENGINE_OPTIONS = (
-    click.option("--engine", type=click.Choice(ENGINE_NAMES), default="auto", show_default=True, help="What runs it."),
-    click.option("--device", default="auto", show_default=True, help="Where to run: auto, cpu, cuda, cuda:1, ..."),
+    click.option("--engine", type=click.Choice(ENGINE_NAMES), default="auto", show_default=True, help="Engine to use."),
+    click.option("--device", default="auto", show_default=True, help="Device to run on: auto, cpu, cuda, cuda:1, ..."),
     CONTEXT_OPTION,
-    click.option("-t", "--threads", type=int, callback=check_threads, metavar="N", help="Cores to use (default: all)."),
+    click.option(
+        "-t",
+        "--threads",
+        type=int,
+        callback=check_threads,
+        metavar="N",
+        help="CPU threads to use (default: all cores).",
+    ),
     click.option(
         "--isa",
         metavar="NAME",
-        help="Instruction set, with the native engine alone (default: the best that this machine has; see doctor).",
+        help="Instruction set for the native engine (default: the best available; see doctor).",
     ),
 )
 PLACE_OPTIONS = (
@@ -145,21 +152,28 @@ PLACE_OPTIONS = (
         default="auto",
         show_default=True,
         metavar="N|all|auto",
-        help="Layers on a GPU: the last N blocks, then the head, values, keys; auto: as many as fit.",
+        help="Layers to put on GPUs: the last N blocks, then the output head, values and keys; auto: as many as fit.",
     ),
     click.option(
-        "-lv", "--low-vram", is_flag=True, help="Keys, values and the norm stay with the host, and little scratch."
+        "-lv",
+        "--low-vram",
+        is_flag=True,
+        help="Keep the KV cache and the final norm on the host, and use less scratch memory.",
     ),
-    click.option("--kv-offload/--no-kv-offload", default=True, help="Keys and values on the GPU with their layers."),
     click.option(
-        "-mg", "--main-gpu", type=int, metavar="N", help="Which GPU has the head (default: the last block's)."
+        "--kv-offload/--no-kv-offload",
+        default=True,
+        help="Keep keys and values on the GPU with their layers (default), or on the host.",
+    ),
+    click.option(
+        "-mg", "--main-gpu", type=int, metavar="N", help="GPU to put the output head on (default: the last block's)."
     ),
     click.option(
         "-ts",
         "--tensor-split",
         callback=read_shares,
         metavar="X,Y...",
-        help="Shares of the blocks for each GPU (default: by free memory).",
+        help="Proportion of the blocks to put on each GPU (default: by free memory).",
     ),
 )
 MTEST_OPTION = click.option(

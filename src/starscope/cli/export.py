@@ -12,16 +12,16 @@ from starscope.cli.units import bytes_text
 @click.command()
 @click.argument("source", metavar="IN", type=MODEL)
 @click.argument("out", metavar="OUT_DIR", type=PATH)
-@click.option("--to", default="f32", show_default=True, metavar="TYPE", help="f32, f16 or bf16.")
-@click.option("--force", is_flag=True, help="Replace OUT_DIR if it holds a model.")
+@click.option("--to", default="f32", show_default=True, metavar="TYPE", help="Weight format: f32, f16 or bf16.")
+@click.option("--force", is_flag=True, help="Overwrite OUT_DIR if it contains a model.")
 @json_option
 @everywhere
 @click.pass_context
 def export(ctx: click.Context, source: str, out: str, to: str, force: bool) -> None:
-    """Turn a GGUF file into a Hugging Face folder.
+    """Convert a GGUF file to a Hugging Face folder.
 
-    The folder is what transformers and vLLM load: config.json, model.safetensors and the tokenizer's files. Quantized
-    weights are decoded; in f32 they are exactly what the file says.
+    transformers and vLLM can load the folder: it contains config.json, model.safetensors and the tokenizer files.
+    Quantized weights are decoded; f32 keeps their exact values.
     """
     from starscope.export import export_gguf
 

@@ -39,22 +39,23 @@ OF_A_NEW_MODEL = frozenset({  # options of train that say what a model is, or wr
     "only_write_model",
 })  # fmt: skip
 OWN: tuple[Row, ...] = (
-    (ADAPTER, ("start", "--model-base"), {"type": PATH, "metavar": "MODEL", "help": "The same as MODEL."}),
+    (ADAPTER, ("start", "--model-base"), {"type": PATH, "metavar": "MODEL", "help": "Same as MODEL."}),
     (ADAPTER, ("rank", "-r", "--rank", "--lora-r"), {**INT, "help": "Rank of each adapted layer. Default: 8."}),
     (ADAPTER, ("alpha", "--alpha", "--lora-alpha"),
-     {**FLOAT, "help": "The change is B A times alpha / rank. Default: the rank."}),
+     {**FLOAT, "help": "Scale the adapter's update by alpha / rank. Default: the rank."}),
     (ADAPTER, ("targets", "--targets", "--target"),
      {"multiple": True, "metavar": "NAME[:RANK]",
-      "help": "Linear layers, by what their names end with; may be repeated, or names with commas between. "
-              "Default: all-linear, which is all but the output matrix."}),
-    *((ADAPTER, (f"rank_{module}", flag), {**INT, "help": f"The same as --targets {module}:N beside the others."})
+      "help": "Linear layers to adapt, by the end of their names. May be repeated or comma-separated. "
+              "Default: all-linear (all but the output matrix)."}),
+    *((ADAPTER, (f"rank_{module}", flag), {**INT, "help": f"Same as --targets {module}:N, added to other targets."})
       for flag, module in RANKS.items()),
     (KEEPING, ("lora_out", "--lora-out"),
-     {"type": PATH, "metavar": "FILE", "help": "Write adapter.gguf there too; ITERATION becomes its step."}),
-    (KEEPING, ("merges", "--merge"), {"is_flag": True, "help": "Write merged.gguf too: model and adapter in one."}),
-    (KEEPING, ("to", "--to"), {"metavar": "TYPE", "help": "The type of merged.gguf. Default: the model's own."}),
+     {"type": PATH, "metavar": "FILE", "help": "Also write adapter.gguf to FILE; ITERATION is replaced by the step."}),
+    (KEEPING, ("merges", "--merge"),
+     {"is_flag": True, "help": "Also write merged.gguf, the model with the adapter merged in."}),
+    (KEEPING, ("to", "--to"), {"metavar": "TYPE", "help": "Weight format of merged.gguf. Default: the model's own."}),
     (KEEPING, ("only_write", "--only-write-lora", "--only-write-model"),
-     {"is_flag": True, "help": "Train no further: write the adapter of the checkpoint in DIR."}),
+     {"is_flag": True, "help": "Do not train; write the adapter from the checkpoint in DIR."}),
 )  # fmt: skip
 NORMS = ("--rank-att-norm", "--rank-ffn-norm", "--rank-out-norm", "--rank-tok-embd")
 
@@ -71,7 +72,9 @@ def finetune_options(function: Any) -> Any:
 @click.argument("model", metavar="[MODEL]", required=False, type=PATH)
 @click.argument("more", nargs=-1, metavar="[PATH]...", type=PATH)
 @finetune_options
-@click.option(*NORMS, "norms", type=int, hidden=True, help="Of llama.cpp's finetune, without effect here.")
+@click.option(
+    *NORMS, "norms", type=int, hidden=True, help="Accepted for compatibility with llama.cpp's finetune; no effect."
+)
 @json_option
 @everywhere
 @click.pass_context
@@ -94,20 +97,20 @@ def finetune(
     norms: int | None,
     **given: Any,
 ) -> None:
-    """Train an adapter (LoRA) beside a model, on plain text or code.
+    """Train a LoRA adapter for a model on plain text or code.
 
-    MODEL is a GGUF file in any format, a Hugging Face folder, or demo; its own weights stand still. PATH, like --data,
-    is a file or a folder of text. DIR gets adapter/ (for PEFT), adapter.gguf (for llama.cpp; both for --lora here),
-    log.jsonl and report.html; the checkpoint in it is what --resume goes on from, with the same bits. Ctrl-C saves.
-    The flags of llama.cpp's finetune are taken too, with - or _ between their words.
+    MODEL is a GGUF file in any format, a Hugging Face folder or demo; its own weights stay frozen. PATH, like --data,
+    is a file or folder of text. Results are written to the --out directory: adapter/ (for PEFT), adapter.gguf (for
+    llama.cpp), log.jsonl and report.html. --lora accepts either adapter. Ctrl-C saves a checkpoint, from which
+    --resume continues bit for bit. The flags of llama.cpp's finetune are also accepted, with - or _ between words.
     """
     session: Session = ctx.obj
     if out is None and not dry_run:
-        raise UsageError("there is no --out; expected a folder for the adapter.")
+        raise UsageError("--out is missing; expected a folder for the adapter.")
     for text in ignored_flags(ctx, session.args):
         session.note(f"note: {text}")
     if norms is not None:
-        session.note("note: norms and the token embedding get no adapter: a rank for them has no effect.")
+        session.note("note: norms and the token embedding get no adapter; a rank for them has no effect.")
     if start is not None and model is not None:
         more = (model, *more)
     need_torch()
@@ -163,9 +166,9 @@ def read_settings(
     asked = translated(session, given, usual)
     settings = of.resolve(asked if saved else with_defaults(asked), saved=saved)
     if not settings.start:
-        raise UsageError("there is no MODEL; expected the model that the adapter is for.")
+        raise UsageError("MODEL is missing; expected the model to adapt.")
     if not settings.data:
-        raise UsageError("there is no --data; expected files or folders of text.")
+        raise UsageError("--data is missing; expected files or folders of text.")
     if settings.rank < 1:
         raise UsageError(f"the rank is {settings.rank}; expected at least 1.")
     return settings
@@ -197,10 +200,10 @@ def tell_end(session: Session, job: AdapterJob, outcome: Outcome | None, made: F
             }
         )
     held_out = "" if measured is None else f", {measured:.3f} bits per byte on held-out text"
-    session.note(f"{plural(step, 'step')}, {job.parameters:,} parameters beside the model{held_out}")
-    session.note(f"{made.folder}: for PEFT; {made.file}: for llama.cpp; read again: the logits are the trained ones")
+    session.note(f"{plural(step, 'step')}, {job.parameters:,} trained parameters{held_out}")
+    session.note(f"{made.folder}: for PEFT; {made.file}: for llama.cpp; verified: both give the trained logits")
     if made.merged is not None:
-        session.note(f"{made.merged}: the model with the adapter in it")
+        session.note(f"{made.merged}: the model with the adapter merged in")
     if made.report.exists():
-        session.note(f"{made.report}: how it went")
-    session.note(f"go on with: starscope run {job.settings.start} 'TEXT' --lora {made.file}")
+        session.note(f"{made.report}: training report")
+    session.note(f"try it: starscope run {job.settings.start} 'TEXT' --lora {made.file}")

@@ -18,17 +18,17 @@ OPTIONS = (
         type=click.Choice(("psm", "spm")),
         default="psm",
         show_default=True,
-        help="What the model reads first: the prompt (psm) or the suffix (spm).",
+        help="Which the model reads first: the prompt (psm) or the suffix (spm).",
     ),
     click.option(
         "--context-file",
         "context_files",
         type=PATH,
         multiple=True,
-        help="Another file that the model reads before the hole, with its name; the most useful last. May be repeated.",
+        help="Another file for the model to read first, with its name; put the most relevant last. May be repeated.",
     ),
-    click.option("--repository", metavar="NAME", help="The name of the repository."),
-    click.option("--filename", metavar="NAME", help="The name of the file with the hole."),
+    click.option("--repository", metavar="NAME", help="Name of the repository."),
+    click.option("--filename", metavar="NAME", help="Name of the file being filled in."),
 )
 
 

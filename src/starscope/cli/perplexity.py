@@ -19,7 +19,9 @@ from starscope.errors import InvalidContentError
 @click.command()
 @click.argument("model", type=MODEL)
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=PATH)
-@click.option("--stride", type=int, metavar="N", help="Tokens between the beginnings of windows (default: half).")
+@click.option(
+    "--stride", type=int, metavar="N", help="Tokens from the start of one window to the next (default: half a window)."
+)
 @edit_options
 @lora_options
 @engine_options
@@ -35,12 +37,13 @@ def perplexity(
     adapters: LoraArguments,
     where: EngineArguments,
 ) -> None:
-    """Measure how well a model predicts the text of files.
+    """Measure how well a model predicts text files.
 
-    Each file is one document, UTF-8, exactly as it is. It is run in windows of the whole context (or --ctx) that begin
-    --stride tokens apart, so that every token is predicted once, from at least a window less a stride before it.
+    Each file is one UTF-8 document, read unchanged. It is evaluated in windows of the full context (or --ctx) that
+    start --stride tokens apart. Every token is predicted once and, after the first window, from at least
+    window - stride preceding tokens.
 
-    bits_per_byte is the total negative log2-likelihood divided by the bytes of all files; perplexity is for one token.
+    bits_per_byte is the total negative log2-likelihood divided by the bytes of all files; perplexity is per token.
     """
     session: Session = ctx.obj
     texts = [utf8(read_file(file), file) for file in files]

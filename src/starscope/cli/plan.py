@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.option(
     "--devices",
     metavar="NAME:BYTES,...",
-    help="Devices to plan for, there or not: cuda:24GiB, or cuda:0:24GiB,cuda:1:12GiB (default: those that are there).",
+    help="Devices to plan for, present or not: cuda:24GiB, or cuda:0:24GiB,cuda:1:12GiB (default: those present).",
 )
 @CONTEXT_OPTION
 @place_options
@@ -37,11 +37,11 @@ def plan(
     main_gpu: int | None,
     tensor_split: list[float] | None,
 ) -> None:
-    """Tell what of a model would go on which device.
+    """Show how a model would be split across devices.
 
-    Nothing is loaded, and devices need not be there. -ngl N counts as llama.cpp's first ladder: the last N blocks; one
-    more is the norm and the output, then the values, then the keys. Bytes are those of the weights as they would be
-    there, of keys and values over the whole context, and of what a step needs besides.
+    Loads no weights, and the devices need not be present. -ngl N counts layers as early llama.cpp did: the last N
+    blocks, then one more for the final norm and output, one for the values and one for the keys. Sizes cover the
+    weights as stored on each device, keys and values for the whole context, and scratch memory for one step.
 
     --json prints {"repeating_layers", "non_repeating", "v_cache", "k_cache", "offloaded", "max_offloadable", "bytes":
     {"weights", "kv", "scratch", "total"}, "tensors": {NAME: DEVICE}, "devices", "report", "fallback", ...}.
@@ -81,13 +81,13 @@ def tell_plan(session: Session, model: str, where: EngineArguments, devices: str
     for device in named or ():
         if device.free is None and ":" in device.name:
             session.note(
-                f"note: {device.name} is a GPU by its number, with room for anything; "
-                f"{device.name}GiB is one with so much free."
+                f"note: {device.name} is a GPU number, taken to have unlimited memory; "
+                f"for a GPU with that much free memory, use {device.name}GiB."
             )
     if not found and placing.asks_for_a_gpu:
         raise UnsupportedError(
-            f"{where['gpu_layers']} layers are to be on a GPU and there is none.",
-            hint="Name one to plan for: --devices cuda:24GiB.",
+            f"-ngl asks for {where['gpu_layers']} layers on a GPU, but none was found.",
+            hint="To plan for a GPU that is not present, use --devices cuda:24GiB.",
         )
     made = placing.plan(graph, formats, found, where["context_length"])
     if session.json:
@@ -98,7 +98,8 @@ def tell_plan(session: Session, model: str, where: EngineArguments, devices: str
         session.note(made.shortfall)
     elif not found:
         session.note(
-            "there is no GPU: everything runs on the host; --devices cuda:24GiB plans for one that is not here."
+            "no GPU found: everything runs on the host. To plan for a GPU that is not present, use "
+            "--devices cuda:24GiB."
         )
 
 

@@ -24,13 +24,25 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("model", type=MODEL)
 @click.argument("prompt", required=False)
-@click.option("-n", "--max-new-tokens", type=int, default=128, show_default=True, metavar="N", help="Tokens at most.")
-@click.option("--suffix", metavar="TEXT", help="Fill the hole between PROMPT and this text; prints the middle alone.")
+@click.option(
+    "-n",
+    "--max-new-tokens",
+    type=int,
+    default=128,
+    show_default=True,
+    metavar="N",
+    help="Maximum number of tokens to generate.",
+)
+@click.option(
+    "--suffix", metavar="TEXT", help="Fill in the text between PROMPT and this suffix; print only the middle."
+)
 @infill_options
-@click.option("--heal", is_flag=True, help="Take the prompt's last token back: for one that ends inside a word.")
+@click.option("--heal", is_flag=True, help="Re-generate the prompt's last token, for prompts that end mid-word.")
 @sampling_options
-@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text, taken literally; may be repeated.")
-@click.option("--logprobs", type=int, default=0, metavar="N", help="With --json: the N likeliest tokens of each place.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text, taken literally. May be repeated.")
+@click.option(
+    "--logprobs", type=int, default=0, metavar="N", help="With --json, list the N most likely tokens at each step."
+)
 @edit_options
 @lora_options
 @engine_options
@@ -52,15 +64,15 @@ def run(
     adapters: LoraArguments,
     where: EngineArguments,
 ) -> None:
-    r"""Continue a prompt, or fill a hole in it.
+    r"""Complete a prompt, or fill in the middle of one.
 
-    PROMPT is read from stdin when absent or "-": UTF-8, exactly as it is. stdout gets the completion alone, as it is
-    generated; what runs and how fast goes to stderr.
+    PROMPT is read from stdin if absent or "-", as UTF-8 and unchanged. Only the completion goes to stdout, as it is
+    generated; the model, the engine and the speed go to stderr.
 
-    A stop text is literal: write a line feed as the shell does, --stop $'\n\n'.
+    Stop texts are literal: for line feeds, use your shell's escapes, as in --stop $'\n\n'.
 
-    Logit biases come first, then penalties, temperature, top_k, typical_p, top_p and min_p, or the order of
-    --samplers, then the draw.
+    Sampling applies logit biases, then penalties, temperature, top_k, typical_p, top_p and min_p (--samplers changes
+    these steps), and then draws a token.
     """
     from starscope.generate import check_limits, first_id
     from starscope.infill import check_there_is_a_hole
@@ -72,7 +84,7 @@ def run(
     options = SamplingOptions(**sampling)
     check_limits(max_new_tokens, stops, logprobs)
     if logprobs and not session.json:
-        raise click.UsageError("--logprobs is for --json; expected both.", ctx)
+        raise click.UsageError("--logprobs was given without --json; expected both.", ctx)
     before = text_or_stdin(ctx, prompt, "prompt")
     after = None if suffix is None else text_argument(suffix, "the suffix")
     if after is None:
@@ -81,10 +93,10 @@ def run(
     loaded = with_edits(load_model(session, model, where, **adapters), edits)
     session.detail(f"sampling: {describe(options)}")
     if idle := idle_options(ctx, options):
-        session.note(f"note: at temperature 0 these do nothing: {', '.join(idle)}.")
+        session.note(f"note: no effect at temperature 0: {', '.join(idle)}.")
     if not before and after is None:
         first = first_id(loaded.tokenizer)
-        session.note(f"note: the prompt is empty; generation begins from {loaded.tokenizer.piece(first)} ({first}).")
+        session.note(f"note: the prompt is empty; generation starts from {loaded.tokenizer.piece(first)} ({first}).")
     completion = None
     for piece in loaded.generate(
         before,
@@ -155,22 +167,22 @@ def warn_of_cut(session: Session, completion: Completion) -> None:
     """Say it when text around the hole was left out: nothing is cut silently."""
     if completion.dropped_tokens:
         session.note(
-            f"note: {completion.dropped_tokens} tokens of the text around the hole were left out, to fit the context: "
-            "the prompt keeps its end, the suffix its start, and of the context files stays what is nearest."
+            f"note: {completion.dropped_tokens} tokens around the hole were dropped to fit the context; kept: the end "
+            "of the prompt, the start of the suffix, and the nearest of the context files."
         )
 
 
 @click.command()
 @click.argument("model", type=MODEL)
 @click.argument("text", required=False)
-@click.option("--special", is_flag=True, help="Read special tokens such as <fim_prefix> in the text as tokens.")
+@click.option("--special", is_flag=True, help="Parse special tokens such as <fim_prefix> in the text.")
 @json_option
 @everywhere
 @click.pass_context
 def tokenize(ctx: click.Context, model: str, text: str | None, special: bool) -> None:
-    """Show a text as a model's tokens.
+    """Split text into a model's tokens.
 
-    TEXT is read from stdin when absent or "-". One line a token: its id, a tab, and its text, quoted.
+    TEXT is read from stdin if absent or "-". Prints one token per line: its id, a tab, and its text, quoted.
     """
     session: Session = ctx.obj
     content = text_or_stdin(ctx, text, "text")

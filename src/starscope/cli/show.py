@@ -18,14 +18,14 @@ MOST_SHOWN = 200  # characters of a name or a text that a file holds, which may 
 
 @click.command()
 @click.argument("file", type=MODEL)
-@click.option("--tensors", is_flag=True, help="List every tensor: name, shape, format, bytes.")
+@click.option("--tensors", is_flag=True, help="List every tensor: name, format, shape and bytes.")
 @json_option
 @everywhere
 @click.pass_context
 def show(ctx: click.Context, file: str, tensors: bool) -> None:
-    """Tell what a model file or folder holds.
+    """Describe a model file or folder.
 
-    Reads headers alone: vocabularies without weights and other architectures are shown too.
+    Reads only headers. Vocabularies without weights and unsupported architectures are shown too.
     """
     from starscope.model import find_model
 
@@ -46,7 +46,7 @@ def as_text(document: dict[str, Any]) -> str:
         ("file", f"{document['path']} ({document['kind']}, {bytes_text(document['file_bytes'])})"),
         (
             "architecture",
-            f"{brief(document['architecture'])} ({document['family'] if known else 'not supported here'})",
+            f"{brief(document['architecture'])} ({document['family'] if known else 'not supported'})",
         ),
         ("name", brief(document["name"])),
         ("license", brief(document["license"])),
@@ -62,7 +62,7 @@ def as_text(document: dict[str, Any]) -> str:
         rows.append(("tokenizer", f"{brief(tokenizer['model'])}, pre-tokenizer {pre}, {tokenizer['tokens']} tokens"))
         rows.append(("bos, eos", f"{tokenizer['bos']}, {tokenizer['eos']}"))
         fim = ", ".join(f"{role} {token}" for role, token in (tokenizer["fim"] or {}).items())
-        rows.append(("fill-in-middle", fim or "no tokens for it"))
+        rows.append(("fill-in-middle", fim or "no tokens"))
     rows += [("note", problem) for problem in document["problems"]]
     lines = [(one_line(name), one_line(value)) for name, value in rows if value is not None]
     width = max(len(name) for name, _ in lines)
@@ -77,7 +77,7 @@ def brief(value: Any) -> Any:
 def weights_text(document: dict[str, Any]) -> str:
     """What the weights are stored as, or why there is nothing to say."""
     if document["vocabulary_only"]:
-        return "none, a vocabulary alone"
+        return "none (vocabulary only)"
     return formats_text(document) or "unreadable"
 
 
@@ -103,10 +103,10 @@ def tensor_lines(listed: list[dict[str, Any]]) -> str:
 @everywhere
 @click.pass_context
 def graph(ctx: click.Context, model: str) -> None:
-    """Print a model's forward pass, one line an operation.
+    """Print a model's forward pass, one operation per line.
 
-    A line has the operation's number, its block, what it is, what goes in, and the value that comes out with its
-    standard names and its shape. %N is a value without a name. No weights are read.
+    Each line shows the operation's number, block and kind, its inputs and weights, and the values it produces with
+    their standard names and shapes. %N is a value without a name. Reads no weights.
     """
     session: Session = ctx.obj
     recorded = read_graph(model)

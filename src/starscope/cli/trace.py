@@ -29,11 +29,15 @@ SHOWN = 6  # numbers of a preview
 @click.command()
 @click.argument("model", type=MODEL)
 @click.argument("prompt", required=False)
-@click.option("--value", "values", multiple=True, metavar="NAME", help="A value, by any of its names; may be repeated.")
-@click.option("--rows", metavar="ROWS", help="Some positions alone: -1, or 0,3,-1, or 4:8 (default: all).")
-@click.option("-o", "--output", "out", type=PATH, metavar="FILE", help="Write a safetensors file.")
-@click.option("--force", is_flag=True, help="Replace FILE.")
-@click.option("--list", "lists", is_flag=True, help="Print the names of all values with their layouts; nothing runs.")
+@click.option(
+    "--value", "values", multiple=True, metavar="NAME", help="Value to print, by any of its names. May be repeated."
+)
+@click.option("--rows", metavar="ROWS", help="Positions to print, such as -1, 0,3,-1 or 4:8 (default: all).")
+@click.option(
+    "-o", "--output", "out", type=PATH, metavar="FILE", help="Write the values to a safetensors file instead."
+)
+@click.option("--force", is_flag=True, help="Overwrite FILE if it exists.")
+@click.option("--list", "lists", is_flag=True, help="List the names and layouts of all values, and exit.")
 @lora_options
 @engine_options
 @json_option
@@ -51,28 +55,28 @@ def trace(
     adapters: LoraArguments,
     where: EngineArguments,
 ) -> None:
-    """Print values of the forward pass of a prompt.
+    """Print values from the forward pass of a prompt.
 
-    PROMPT is read from stdin when absent or "-". A NAME is a standard one (layers.3.layer_output), one of the
-    checkpoint's, GGUF's, llama.cpp's or TransformerLens', or a pattern (layers.*.layer_output). The model runs as far
-    as the last of them.
+    PROMPT is read from stdin if absent or "-". NAME is a standard name (layers.3.layer_output), a name from the
+    checkpoint, GGUF, llama.cpp or TransformerLens, or a pattern (layers.*.layer_output). The model runs only as far
+    as the last value requires.
 
-    Each value is printed with its layout, its shape, the lowest, mean and highest number, the norm, and the first
-    numbers of the last position; what is masked in scores does not count. --json prints
+    Each value is printed with its layout and shape, its minimum, mean, maximum and norm, and the first numbers at the
+    last position; masked scores are not counted. --json prints
     {"prompt_ids", "rows", "values": {NAME: {"name", "layout", "axes", "shape", "dtype", "data"}}}: "name" is the
-    standard one, "data" nested lists, null for what is no finite number. A safetensors file has the values under the
-    names that were given, and prompt_ids, rows and axes in its metadata.
+    standard name, and "data" is nested lists with null for numbers that are not finite. A safetensors file stores the
+    values under the names given, with prompt_ids, rows and axes in its metadata.
     """
     session: Session = ctx.obj
     if lists:
         if values or prompt is not None:
-            raise click.UsageError("--list is for itself; expected no prompt and no --value.", ctx)
+            raise click.UsageError("--list was given with a prompt or --value; expected neither.", ctx)
         tell_names(session, model)
         return
     if not values:
-        raise UsageError("no value was named.", hint="Give --value NAME; --list prints the names.")
+        raise UsageError("--value is missing; expected at least one name.", hint="Use --list to see the names.")
     if out is not None and session.json:
-        raise click.UsageError("--json and -o are two places for the same values; expected one of them.", ctx)
+        raise click.UsageError("--json and -o both write the values; expected only one of them.", ctx)
     positions = read_positions(rows)
     text = text_or_stdin(ctx, prompt, "prompt")
 
@@ -83,7 +87,7 @@ def trace(
     if out is not None:
         check_output(Path(out), force, ())
         if any(os.path.exists(out) and file.samefile(out) for file in files_of(model)):
-            raise UsageError(f"{out} is read for the model; expected another output.")
+            raise UsageError(f"{out} is one of the model's own files; expected another output file.")
     chosen = named(Names(read_graph(model)), values)  # a wrong name is told before the weights are read
     loaded = load_model(session, model, where, **adapters)
     cache = loaded.keep_values(text, chosen, rows=positions)
@@ -114,7 +118,7 @@ def read_positions(rows: str | None) -> list[int] | slice | None:
     if rows is None:
         return None
     if not POSITIONS.fullmatch(rows):
-        raise UsageError(f"--rows is {rows!r}; expected positions, as in -1 or 0,3,-1 or 4:8.")
+        raise UsageError(f"--rows is {rows!r}; expected positions such as -1, 0,3,-1 or 4:8.")
     if ":" in rows:
         first, _, stop = rows.partition(":")
         return slice(int(first) if first else None, int(stop) if stop else None)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from starscope.train.settings import Settings
 
 Run = TypeVar("Run", bound="TrainingRun")
-RESUMED = "--resume goes on from there"
+RESUMED = "--resume continues from there"
 
 
 @click.command(cls=Command)
@@ -51,13 +51,14 @@ def train(
 ) -> None:
     """Train a small model from scratch on plain text or code.
 
-    PATH, like --data, is a file or a folder of text. DIR gets model.gguf, hf/ (the same for transformers and vLLM),
-    log.jsonl and report.html; the checkpoint in it is what --resume goes on from, with the same bits. Ctrl-C saves.
-    The flags of llama.cpp's train-text-from-scratch are taken too, with - or _ between their words.
+    PATH, like --data, is a file or folder of text. Results are written to the --out directory: model.gguf, hf/ (the
+    same model for transformers and vLLM), log.jsonl and report.html. Ctrl-C saves a checkpoint, from which --resume
+    continues bit for bit. The flags of llama.cpp's train-text-from-scratch are also accepted, with - or _ between
+    words.
     """
     session: Session = ctx.obj
     if out is None and not dry_run:
-        raise UsageError("there is no --out; expected a folder for the model.")
+        raise UsageError("--out is missing; expected a folder for the model.")
     for text in ignored_flags(ctx, session.args):
         session.note(f"note: {text}")
     given["data"] = (*given["data"], *more)
@@ -163,10 +164,10 @@ def read_settings(
     asked = translated(session, given, usual)
     settings = of.resolve(asked, preset=preset, saved=saved)
     if saved is not None and settings.start != saved.get("start", ""):
-        began = f"with {saved['start']}" if saved.get("start") else "with weights of its own"
-        raise UsageError(f"the run in {folder} began {began}; expected no other --from when it goes on.")
+        began = saved.get("start") or "scratch"
+        raise UsageError(f"the run in {folder} started from {began}; expected the same --from when it is resumed.")
     if not settings.data:
-        raise UsageError("there is no --data; expected files or folders of text.")
+        raise UsageError("--data is missing; expected files or folders of text.")
     return settings
 
 
@@ -177,7 +178,7 @@ def need_torch() -> None:
     if find_spec("torch") is None:
         raise UnsupportedError(
             "training needs torch, which is not installed.",
-            hint="Install torch 2.6 or newer: a CPU build of it will do.",
+            hint="Install torch 2.6 or newer; a CPU build is enough.",
         )
 
 
@@ -217,7 +218,7 @@ def check_copy(target: Path) -> None:
     from starscope.train.job import check_place
 
     if target.exists() and not target.is_file():
-        raise OutputError(f"{target} is no regular file and cannot be replaced.", hint="Give another name.")
+        raise OutputError(f"{target} is not a regular file and cannot be replaced.", hint="Choose another name.")
     check_place(target.absolute().parent)
 
 
@@ -257,8 +258,8 @@ def tell_end(session: Session, job: Job, outcome: Outcome | None, made: Finished
         )
     held_out = "" if measured is None else f", {measured:.3f} bits per byte on held-out text"
     session.note(f"{plural(step, 'step')}, {job.parameters:,} parameters{held_out}")
-    session.note(f"{made.model}: {bytes_text(made.model_bytes)}, read again: its logits are the checkpoint's")
-    session.note(f"{made.folder}: the same for transformers and vLLM")
+    session.note(f"{made.model}: {bytes_text(made.model_bytes)}, verified: it gives the checkpoint's logits")
+    session.note(f"{made.folder}: the same model for transformers and vLLM")
     if made.report.exists():
-        session.note(f"{made.report}: how it went")
-    session.note(f"go on with: starscope run {made.model} 'TEXT'")
+        session.note(f"{made.report}: training report")
+    session.note(f"try it: starscope run {made.model} 'TEXT'")

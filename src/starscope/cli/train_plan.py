@@ -41,7 +41,7 @@ def rows(plan: Plan) -> dict[str, str]:
     made = {
         "text": f"{data.documents:,} documents, {bytes_text(data.bytes)}",
         "vocabulary": f"{data.vocab_size:,} tokens ({data.vocab})",
-        "to train on": f"{data.train_documents:,} documents, {about}{data.train_tokens:,} tokens, "
+        "training": f"{data.train_documents:,} documents, {about}{data.train_tokens:,} tokens, "
         f"{data.samples:,} samples of {settings.context_length}",
         "held out": f"{data.held_out_documents:,} documents, {about}{data.held_out_tokens:,} tokens, "
         f"{data.held_out_share:.1%} of the text",
@@ -49,15 +49,17 @@ def rows(plan: Plan) -> dict[str, str]:
     if data.leakage is not None:
         made["leakage"] = (
             f"{data.leakage.line_share:.1%} of the held-out lines and {data.leakage.gram_share:.1%} of its runs of "
-            "13 words are in the text to train on"
+            "13 words also occur in the training text"
         )
     return made | {
         "model": model(plan),
-        "updates": f"{settings.steps:,} of {settings.batch_size} samples, {plan.epochs:.2f} times through the data",
+        "updates": f"{settings.steps:,} of {settings.batch_size} samples, {plan.epochs:.2f} epochs",
         "memory": f"{bytes_text(plan.memory.total)}: "
         + ", ".join(f"{name} {bytes_text(size)}" for name, size in plan.memory.parts.items()),
         "disk": bytes_text(plan.disk_bytes),
-        "time": "not tried" if plan.seconds is None else f"{clock(plan.seconds)}, in {plan.precision}, and evaluations",
+        "time": "not measured"
+        if plan.seconds is None
+        else f"{clock(plan.seconds)} in {plan.precision}, plus evaluations",
         "compiling": plan.compiled,
     }
 
@@ -66,13 +68,15 @@ def model(plan: Plan) -> str:
     """What is trained, and the sizes of the model."""
     if plan.ranks:
         layers = plural(len(plan.ranks), "linear layer")
-        return f"{plan.parameters:,} parameters beside {layers} of {shape(plan.graph.hp)}"
+        return f"{plan.parameters:,} parameters for {layers} of {shape(plan.graph.hp)}"
     return f"{plan.parameters:,} parameters: {shape(plan.graph.hp)}"
 
 
 def shape(hp: HParams) -> str:
     """A model's sizes in words."""
-    heads = f"{hp.num_heads} heads" + (f", {hp.num_kv_heads} of keys" if hp.num_kv_heads != hp.num_heads else "")
+    heads = f"{hp.num_heads} heads" + (
+        f", {plural(hp.num_kv_heads, 'key head')}" if hp.num_kv_heads != hp.num_heads else ""
+    )
     return (
         f"{hp.num_layers} blocks × {hp.hidden_size}, {heads}, MLP {hp.intermediate_size}, context {hp.context_length}"
     )
