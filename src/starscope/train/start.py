@@ -40,7 +40,7 @@ class Start:
 def open_start(model: str, context_length: int | None = None) -> Start:
     """Read a model; `context_length`, when given, keeps so many of its positions. Raises what `load` raises.
 
-    UsageError for more positions than the model has: they would have no embeddings.
+    ContextOverflowError for more positions than the model has: they would have no embeddings.
     """
     loaded = load(model, engine="numpy", context_length=context_length)
     names = [name for name in loaded.weights if not loaded.weights.is_tied(name)]
