@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from starscope.checkpoint import CheckpointTensor
     from starscope.gguf.reader import GGUFFile
 
+Config = Mapping[str, Any]
+Refused = Mapping[str, tuple[bool | Callable[[Any], bool], str]]  # by config key: the refused value, or a test; why
+Scalar = int | float | str | bool
+
 ARCHITECTURE_KEY, TOKENS_KEY = "general.architecture", "tokenizer.ggml.tokens"
 REDUNDANT_KEYS = {  # keys that some writers add under the architecture's prefix -> what they have to say
     "vocab_size": "vocab_size",
@@ -56,10 +60,15 @@ LARGEST = {
         ("hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "context_length", "vocab_size"), 2**31 - 1
     ),
 }
+ALWAYS_REFUSED: Refused = {  # what every family's table begins with
+    "quantization_config": (
+        lambda value: value is not None,
+        "the weights are already quantized by another library; convert the original checkpoint",
+    ),
+    "is_encoder_decoder": (True, "models here are only decoders"),
+    "add_cross_attention": (True, "models here are only decoders"),
+}
 MOST_LISTED = 5  # unknown keys in a message
-
-Config = Mapping[str, Any]
-Scalar = int | float | str | bool
 
 
 class HParams(Mapping[str, Any]):
@@ -201,7 +210,7 @@ class Family:
     tensors: Sequence[Tensor]
     modules: Sequence[Module]
     record: Callable[[Any], None]
-    refused: Mapping[str, tuple[bool | Callable[[Any], bool], str]]  # by key: the refused value, or a test; why
+    refused: Refused
     ignored: Mapping[str, str]
     ignored_tensors: Sequence[str]
     default_pre_tokenizer: str
@@ -358,6 +367,9 @@ def make_hparams(family: Family, values: Mapping[str, Any], names: Mapping[str, 
             f"hidden_size {hp.hidden_size}, num_heads {hp.num_heads}, num_kv_heads {hp.num_kv_heads}: "
             "expected the heads to divide the hidden size and the key heads to divide the heads."
         )
+    if "norm_epsilon" in hp and not 0 < np.float32(hp.norm_epsilon) < 1:
+        key = (names or {}).get("norm_epsilon", "norm_epsilon")
+        raise CheckpointError(f"{key} is {hp.norm_epsilon}; expected a number between 0 and 1.")
     family.check(hp)
     for name, derive in family.derived.items():
         hp = hp.replace(**{name: derive(hp)})

@@ -9,7 +9,7 @@ queries, keys and values are rows of one fused projection. Learned positions, La
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from starscope.checkpoint import join
 from starscope.checkpoint.content import cut, short, switch, typed
 from starscope.errors import CheckpointError, UnsupportedError
-from starscope.family import Family, HParam, HParams, Module, Tensor
+from starscope.family import ALWAYS_REFUSED, Family, HParam, HParams, Module, Refused, Tensor
 
 if TYPE_CHECKING:
     from starscope.checkpoint import CheckpointTensor
@@ -51,23 +51,18 @@ DERIVED = {
     "kv_size": lambda hp: hp.num_kv_heads * (hp.hidden_size // hp.num_heads),
 }
 
-REFUSED: dict[str, tuple[bool | Callable[[Any], bool], str]] = {
-    "add_cross_attention": (True, "a GPT-BigCode model here is a decoder alone"),
-    "is_encoder_decoder": (True, "a GPT-BigCode model here is a decoder alone"),
-    "scale_attn_by_inverse_layer_idx": (True, "scores are scaled by 1/sqrt(head_dim) alone in every released model"),
+REFUSED: Refused = {
+    **ALWAYS_REFUSED,
+    "scale_attn_by_inverse_layer_idx": (True, "scores are only scaled by 1/sqrt(head_dim) in every released model"),
     "scale_attn_weights": (False, "scores are scaled by 1/sqrt(head_dim) in every released model"),
-    "quantization_config": (
-        lambda value: value is not None,
-        "the weights are already quantized by another library; convert the original checkpoint",
-    ),
 }
 
 IGNORED = {
     "attention_softmax_in_fp32": "the softmax is float32 whatever it says",
     "scale_attention_softmax_in_fp32": "the softmax is float32 whatever it says",
-    "attn_pdrop": "dropout is for training alone",
-    "embd_pdrop": "dropout is for training alone",
-    "resid_pdrop": "dropout is for training alone",
+    "attn_pdrop": "dropout is only for training",
+    "embd_pdrop": "dropout is only for training",
+    "resid_pdrop": "dropout is only for training",
     "initializer_range": "it describes how the weights were drawn",
     "reorder_and_upcast_attn": "scores are float32 whatever it says",
     "inference_runner": "it chooses an implementation of the same arithmetic",
@@ -208,8 +203,6 @@ def _check(hp: HParams) -> None:
         raise CheckpointError(
             f"num_kv_heads is {hp.num_kv_heads}; expected 1 (multi-query) or num_heads = {hp.num_heads}."
         )
-    if not 0 < np.float32(hp.norm_epsilon) < 1:
-        raise CheckpointError(f"norm_epsilon is {hp.norm_epsilon}; expected a number between 0 and 1.")
 
 
 def _kv_copies(hp: HParams) -> np.ndarray:

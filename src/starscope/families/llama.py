@@ -9,14 +9,14 @@ are the exception. Mistral's sliding window lets a query see only so many keys. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from starscope.checkpoint.content import short, typed
 from starscope.errors import CheckpointError, UnsupportedError
-from starscope.family import Family, HParam, HParams, Module, Tensor
+from starscope.family import ALWAYS_REFUSED, Family, HParam, HParams, Module, Refused, Tensor
 from starscope.formats import decode
 from starscope.rope import dynamic_base, llama3_factors
 
@@ -67,18 +67,13 @@ DERIVED = {
     "rope_pairs": lambda hp: hp.qk_head_dim // 2,
 }
 
-REFUSED: dict[str, tuple[bool | Callable[[Any], bool], str]] = {
-    "quantization_config": (
-        lambda value: value is not None,
-        "the weights are already quantized by another library; convert the original checkpoint",
-    ),
+REFUSED: Refused = {
+    **ALWAYS_REFUSED,
     "partial_rotary_factor": (lambda value: value not in (None, 1, 1.0), "every dimension of a head is turned here"),
-    "is_encoder_decoder": (True, "a LLaMA model here is a decoder alone"),
-    "add_cross_attention": (True, "a LLaMA model here is a decoder alone"),
 }
 
 IGNORED = {
-    "attention_dropout": "dropout is for training alone",
+    "attention_dropout": "dropout is only for training",
     "initializer_range": "it describes how the weights were drawn",
     "pretraining_tp": "it slices the same products",
     "tie_word_embeddings": "the tensors say it; a contradiction between the two is an error of the conversion",
@@ -212,8 +207,6 @@ def _check(hp: HParams) -> None:
         )
     if not 0 < hp.head_dim <= hp.hidden_size or hp.head_dim % 2:
         raise CheckpointError(f"head_dim is {hp.head_dim}; expected an even number, 2 to {hp.hidden_size}.")
-    if not 0 < np.float32(hp.norm_epsilon) < 1:
-        raise CheckpointError(f"norm_epsilon is {hp.norm_epsilon}; expected a number between 0 and 1.")
     for name in ("rope_scale", "rope_dynamic", "llama3_factor", "llama3_low", "llama3_high", "llama3_context"):
         if not LEAST_FACTOR <= hp[name] <= 2**31 - 1:
             raise CheckpointError(
@@ -242,7 +235,8 @@ def _stretch(hp: HParams, length: int) -> HParams:
         return hp
     if hp.qk_head_dim == 2:
         raise UnsupportedError(
-            "the one frequency of heads of 2 dimensions is no matter of the base.", hint=f"--ctx {trained} is the most."
+            "heads of 2 dimensions have one frequency, which does not depend on rope_base.",
+            hint=f"--ctx {trained} is the most.",
         )
     base = dynamic_base(hp.rope_base, hp.qk_head_dim, hp.rope_dynamic, trained, length)
     return hp.replace(context_length=length, rope_base=base)
