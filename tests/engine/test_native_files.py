@@ -139,7 +139,7 @@ def test_an_instruction_set_for_another_engine_is_a_usage_error() -> None:
             other = "numpy" if "numpy" in options else "torch"
             assert f"but the {other} engine would run" in said
     assert module.isa() == before  # nothing has been changed on the way
-    assert "with the native engine alone" in " ".join(run("run", "--help")[1].split())
+    assert "Instruction set for the native engine" in " ".join(run("run", "--help")[1].split())
 
 
 def test_every_instruction_set_writes_the_same_text() -> None:

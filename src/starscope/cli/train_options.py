@@ -38,8 +38,9 @@ class Command(click.Command):
     """A command whose help has its options in sections, and whose options may be spelled with underscores."""
 
     def __init__(self, *args: Any, **attrs: Any) -> None:
-        # click asks this for the names of options, never for their values; it would for a choice, and there are none.
-        super().__init__(*args, context_settings={"token_normalize_func": hyphenated}, **attrs)
+        super().__init__(*args, **attrs)
+        # Applied to the names of options and to choices, of which there are none here; never to other values.
+        self.context_settings["token_normalize_func"] = hyphenated
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Each section with its options; those that belong to every verb at the end."""
