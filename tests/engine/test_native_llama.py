@@ -10,10 +10,10 @@ import pytest
 from starscope import native
 from starscope.engine.native_engine import NativeEngine
 from starscope.engine.numpy_engine import NumpyEngine
-from starscope.engine.rounding import RoundingEngine
 from starscope.graph import Graph
 from support.native_steps import Steps
 from support.numbers import TOLERANCE, ulps
+from support.rounding import RoundingEngine
 from support.stored import distance, make_llama_graph, prompts, stored_weights
 
 module = native.kernels()

@@ -14,7 +14,6 @@ from starscope import native
 from starscope.engine.native_engine import NativeEngine
 from starscope.engine.native_pass import NativePass
 from starscope.engine.passes import RowReader, attention_of, read_rows
-from starscope.engine.rounding import RoundingEngine
 from starscope.graph import Graph
 from support.native_passes import (
     FORMAT,
@@ -28,6 +27,7 @@ from support.native_passes import (
     graph_of,
 )
 from support.numbers import TOLERANCE, ulps
+from support.rounding import RoundingEngine
 from support.stored import distance, prompts, stored_weights
 
 module = native.kernels()

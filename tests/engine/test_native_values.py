@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from starscope import native
 from starscope.engine.native_engine import NativeEngine
 from starscope.engine.numpy_engine import NumpyEngine
-from starscope.engine.rounding import RoundingEngine
 from starscope.engine.torch_engine import TorchEngine
 from starscope.formats import FORMATS, INTEGER_FORMATS, find_format
 from starscope.graph import Graph
 from support.native_steps import Steps
 from support.numbers import TOLERANCE, ulps
+from support.rounding import RoundingEngine
 from support.stored import distance, make_graph, prompts, stored_weights
 
 module = native.kernels()

@@ -36,9 +36,9 @@ from families.traced_support import (
 from starscope.convert import convert
 from starscope.engine import ENGINES
 from starscope.engine.numpy_engine import NumpyEngine
-from starscope.engine.rounding import RoundingEngine
 from starscope.values import VALUES
 from support.numbers import TOLERANCE
+from support.rounding import RoundingEngine
 from support.traces import all_values, logits_of, read, same, value_names, value_ulps, write
 
 

@@ -15,9 +15,9 @@ import torch
 
 import starscope
 from starscope.convert import convert
-from starscope.engine.rounding import LN_2, LOG2_E, to_bfloat16
 from support.checkpoints import make_checkpoint
 from support.numbers import TOLERANCE
+from support.rounding import LN_2, LOG2_E, to_bfloat16
 from support.traces import all_values, logits_of, multiplied, same, value_ulps
 
 PROMPT = "def add(a, b):\n    return a"

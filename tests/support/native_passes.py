@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from starscope.engine.native_engine import NativeEngine
-from starscope.engine.rounding import RoundingEngine
 from starscope.graph import Graph
 from support.numbers import TOLERANCE, ulps
+from support.rounding import RoundingEngine
 from support.stored import distance, make_graph, make_llama_graph, prompts, stored_weights
 
 NAMES = ["F32", "F16", "Q8_0", "Q4_K"]

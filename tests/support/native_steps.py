@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from starscope.engine import numpy_engine, rounding
+from starscope.engine import numpy_engine
 from starscope.engine.base import input_values, make_batch
 from starscope.engine.native_engine import NativeEngine
 from starscope.formats import INTEGER_FORMATS, round_activation
+from support import rounding
 from support.stored import distance
 
 SUMS = 2e-6  # of float32 products, a few hundred to a sum; relative to the largest of the result

@@ -18,7 +18,6 @@ import numpy as np
 
 from starscope.engine.base import MASKED
 from starscope.graph import Edge
-from starscope.values import VALUES
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,6 @@ def form_of(edge: Edge, layout: str | None, head_dim: int) -> Form:
     if layout == "HeadOutputs" and len(sizes) == 1:
         return Form(False, (sizes[0] // head_dim, head_dim), sizes)
     return Form(False, sizes, sizes, heads_first=layout == "Queries")
-
-
-def layout_of(edge: Edge) -> str | None:
-    """The layout of an edge's standard names; None when it has no name."""
-    return VALUES[edge.names[0].rpartition(".")[2]].layout if edge.names else None
 
 
 class Presentation:

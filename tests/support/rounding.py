@@ -78,6 +78,6 @@ def mix(engine: NumpyEngine, batch: Batch, op: Op, inputs: list[Any]) -> Array:
 
 
 class RoundingEngine(NumpyEngine):
-    """The NumPy engine with the native engine's roundings. For tests; not one of `ENGINES`."""
+    """The NumPy engine with the native engine's roundings."""
 
     kernels: Mapping[str, Kernel] = {**KERNELS, "linear": linear, "scores": scores, "softmax": softmax, "mix": mix}
