@@ -38,7 +38,7 @@ AFTER = """
 NEXT = (
     ("starscope run demo 'def main():' -n 60", "complete your own prompt"),
     ("starscope trace demo 'def f(x):' --value logits", "inspect any value of the forward pass"),
-    ("starscope graph demo", "list every operation of it"),
+    ("starscope graph demo", "list every operation of the forward pass"),
     ("starscope convert FOLDER -o model.gguf", "convert a StarCoder model of your own"),
 )
 
@@ -50,7 +50,7 @@ NEXT = (
 def demo(ctx: click.Context, where: EngineArguments) -> None:
     """Complete code with the bundled demo model.
 
-    Completes one function, fills in the middle of another, and shows which tokens the model attended to.
+    Completes a method, fills in the middle of a function, and shows which tokens the model attended to.
     """
     from starscope.model import load
 
@@ -58,11 +58,11 @@ def demo(ctx: click.Context, where: EngineArguments) -> None:
     session.write(f"starscope {__version__}\n")
     loaded = load("demo", **where)
     session.write(f"{headline(loaded)}\n{describe(loaded)}")
-    session.write("\n# Completing a function:\n")
+    session.write("\n# Completing a method:\n")
     session.write(PROMPT)
     first = stream(session, loaded, PROMPT, None)
     if loaded.tokenizer.fim is not None:
-        session.write("\n\n# Filling in the middle of another (between >>> and <<<):\n")
+        session.write("\n\n# Filling in the middle of a function (between >>> and <<<):\n")
         session.write(BEFORE + ">>>")
         stream(session, loaded, BEFORE, AFTER)
         session.write("<<<" + AFTER)
