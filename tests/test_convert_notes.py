@@ -115,7 +115,7 @@ def test_options_that_a_vocabulary_alone_leaves_without_effect_are_noted(tmp_pat
     plain = convert(tmp_path, tmp_path / "plain.gguf", vocab_only=True)
     asked = convert(tmp_path, tmp_path / "asked.gguf", vocab_only=True, expand_mqa=True, to="q8_0")
     assert plain.notes == []
-    assert asked.notes == ["a vocabulary alone has no weights; without effect: the type q8_0, repeated key heads."]
+    assert asked.notes == ["a vocabulary-only file has no weights; without effect: the type q8_0, repeated key heads."]
     assert asked.out.read_bytes() == plain.out.read_bytes()
 
 

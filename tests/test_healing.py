@@ -223,7 +223,7 @@ def test_bytes_that_no_token_writes_are_refused() -> None:
     merges: list[tuple[str, str]] = []
     contents = Contents("the test", ["a", "b"], bytes([1, 1]), merges)
     few = Tokenizer(Source("the test", 2, lambda: contents, "starcoder", Roles(), False))
-    with pytest.raises(UsageError, match="no tokens of the vocabulary write"):
+    with pytest.raises(UsageError, match="no tokens of the vocabulary spell"):
         generate(engine, few, [0], begin=b"c")
 
 

@@ -147,9 +147,9 @@ def test_the_files_of_a_model_are_chosen_by_rule(files: str, kind: str | None, c
 @pytest.mark.parametrize(("files", "kind", "said"), [
     ("a-Q2_K.gguf b-Q3_K.gguf", None, r"a/b has no GGUF file of Q4_K_M or Q8_0; it has a-Q2_K\.gguf, b-Q3_K\.gguf\."),
     ("a-Q2_K.gguf", "q5_0", r"a/b has no GGUF file of Q5_0; it has a-Q2_K\.gguf"),
-    ("config.json model.safetensors", "q5_0", r"no GGUF file of Q5_0; it has none at all\. Leave the type out: a/b"),
+    ("config.json model.safetensors", "q5_0", r"no GGUF file of Q5_0; it has none\. Leave the type out: a/b"),
     ("a-Q8_0.gguf b-Q8_0.gguf", None, r"a/b has 2 GGUF files of Q8_0: a-Q8_0\.gguf, b-Q8_0\.gguf\. Download"),
-    ("config.json tf_model.h5", None, r"config\.json and no weights; expected model\.safetensors or .*it has config"),
+    ("config.json tf_model.h5", None, r"config\.json but no weights; expected model\.safetensors or .*it has config"),
     ("README.md", None, r"neither a GGUF file nor config\.json; it has README\.md"),
     ("", None, r"it has no files"),
 ])  # fmt: skip
@@ -191,7 +191,7 @@ def test_what_the_cache_lacks_is_downloaded(
 def test_a_partly_cached_model_offline_says_so(cache: Path) -> None:
     fill_cache(cache, "owner/name", {"config.json": b"{}"})
     with pytest.raises(
-        OfflineError, match=r"In .*hub, owner/name has config\.json and no weights.* Nothing is downloaded: HF_HUB"
+        OfflineError, match=r"In .*hub, owner/name has config\.json but no weights.* Nothing is downloaded: HF_HUB"
     ):
         fetch_model(NAME)
 
@@ -204,7 +204,7 @@ def test_offline_names_the_flag_the_cache_and_the_way_out(
     monkeypatch.setenv(flag, "1")
     with pytest.raises(OfflineError) as caught:
         fetch_model(HubName("owner/name", "v2"))
-    assert caught.value.message == f"owner/name@v2 is not a path here, it is not in {cache}, and {flag} is set."
+    assert caught.value.message == f"owner/name@v2 is not a local path, it is not in {cache}, and {flag} is set."
     assert "hf download owner/name" in caught.value.hint
     assert "starscope demo" in caught.value.hint
 
@@ -260,14 +260,14 @@ def test_a_split_file_comes_with_all_its_parts(hub: HubServer, cache: Path) -> N
 FAILURES: dict[str, tuple[Repo | None, str, type[StarscopeError], str]] = {
     "gated": (Repo(FOLDER, gated=True), "owner/name", InputError,
               r"owner/name is gated: .*no token was found\. Accept them at http.*/owner/name, then log in: hf auth"),
-    "missing": (None, "owner/name", InputError, r"owner/name is neither a path here nor a repository on http.*private"),
-    "private": (Repo(FOLDER, private=True), "owner/name", InputError, r"that may be seen\. Check the name.*HF_TOKEN"),
+    "missing": (None, "owner/name", InputError, r"neither a local path nor a repository on http.*private"),
+    "private": (Repo(FOLDER, private=True), "owner/name", InputError, r"that you may see\. Check the name.*HF_TOKEN"),
     "revision": (Repo(FOLDER), "owner/name@v9", InputError, r"owner/name has no revision 'v9'\. Give a branch"),
-    "file": (Repo(FOLDER), "owner/name:Q5_0", InputError, r"owner/name has no GGUF file of Q5_0; it has none at all"),
+    "file": (Repo(FOLDER), "owner/name:Q5_0", InputError, r"owner/name has no GGUF file of Q5_0; it has none"),
     "lost": (Repo(FOLDER, lost=("model.safetensors",)), "owner/name", InputError, r"lacks a file that it lists"),
     "forbidden": (Repo(FOLDER, status=403), "owner/name", InputError, r"refuses owner/name with status 403"),
     "broken": (Repo(FOLDER, status=500), "owner/name", OfflineError, r"http.* answers with status 500\. With"),
-    "length": (None, f"owner/{'n' * 100}", InputError, r"neither a path here nor a hub name"),
+    "length": (None, f"owner/{'n' * 100}", InputError, r"neither a local path nor a hub name"),
 }  # fmt: skip
 
 
@@ -285,7 +285,7 @@ def test_what_the_hub_refuses_is_one_sentence(case: str, hub: HubServer, cache: 
 def test_a_token_without_access_is_told_from_none(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.repos["owner/name"] = Repo(FOLDER, gated=True)
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    with pytest.raises(InputError, match="the token that was found has no access"):
+    with pytest.raises(InputError, match="the token found has no access"):
         fetch_model(NAME)
     monkeypatch.setenv("HF_TOKEN", hub.token)
     assert (fetch_model(NAME) / "model.safetensors").read_bytes() == b"model.safetensors"
@@ -295,7 +295,7 @@ def test_without_a_network_it_is_offline_at_once(hub: HubServer, cache: Path) ->
     with HubServer() as gone:
         pass
     constants.ENDPOINT = gone.url  # the fixture puts it back
-    with pytest.raises(OfflineError, match=r"owner/name is not a path here, it is not in .*cannot be reached"):
+    with pytest.raises(OfflineError, match=r"owner/name is not a local path, it is not in .*cannot be reached"):
         fetch_model(NAME)
 
 

@@ -261,7 +261,7 @@ class Counter:
 def _without_effect(to: str, expand_mqa: bool) -> list[str]:
     """A note about what was asked of weights, where there are none."""
     asked = ([f"the type {to}"] if to.lower() != DEFAULT_TYPE else []) + (["repeated key heads"] if expand_mqa else [])
-    return [f"a vocabulary alone has no weights; without effect: {', '.join(asked)}."] if asked else []
+    return [f"a vocabulary-only file has no weights; without effect: {', '.join(asked)}."] if asked else []
 
 
 def _tensors(mapped: MappedCheckpoint | None) -> list[MappedTensor]:

@@ -333,7 +333,7 @@ def find_family_of_file(file: GGUFFile) -> Family:
     """
     if file.get("general.type") == "adapter":
         raise UnsupportedError(
-            f"{file.path} is an adapter; expected a model.", hint="Give its model, and this beside it with --lora."
+            f"{file.path} is an adapter; expected a model.", hint="Give its model, and this file with --lora."
         )
     value = file.metadata.get(ARCHITECTURE_KEY)
     if value is None:
@@ -431,7 +431,7 @@ def write_config(family: Family, hp: HParams) -> dict[str, Any]:
             config[row.hf] = spellings[0] if spellings else hp[row.name]
     config |= family.config(hp)
     if read_config(family, config) != hp:
-        raise UnsupportedError(f"config.json cannot say {family.name} with {hp}.")
+        raise UnsupportedError(f"config.json cannot express {family.name} with {hp}.")
     return config
 
 

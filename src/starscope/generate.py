@@ -224,7 +224,7 @@ def check_prompt(tokenizer: Tokenizer, prompt_ids: Sequence[int], context_length
     if len(ids) > context_length:
         raise ContextOverflowError(
             f"the prompt has {len(ids)} tokens; the context has {context_length}.",
-            hint="Shorten the prompt: nothing is cut off without being asked.",
+            hint="Shorten the prompt: it is never cut unasked.",
         )
     return ids
 
@@ -272,7 +272,7 @@ class Continuation:
         self.cache, self.ended = cache, False
         self._tokenizer, self._owed = tokenizer, begin  # owed: what the text must still repeat of the prompt
         if begin and not tokenizer.agreeing_ids(begin):
-            raise UsageError(f"no tokens of the vocabulary write {begin!r}; expected the bytes of one of them.")
+            raise UsageError(f"no tokens of the vocabulary spell {begin!r}; expected the bytes of one of them.")
         self._prompt_ids, self._options = prompt_ids, options
         under = None if edits is None else edits.key(len(prompt_ids), row)
         self._kept = cache.reuse(prompt_ids, row=row, under=under)

@@ -132,12 +132,12 @@ def choose_model(name: HubName, files: Sequence[str]) -> list[str]:
     wanted = name.type.upper() if name.type else " or ".join(DEFAULT_TYPES)
     there = _listed([model[0] for model in models])
     raise InputError(
-        f"{name} has no GGUF file of {wanted}; it has {there or 'none at all'}.",
+        f"{name} has no GGUF file of {wanted}; it has {there or 'none'}.",
         hint=f"Name the type, as in {name}:Q6_K." if models else f"Leave the type out: {name}.",
     )
 
 
-ONE_FILE = "Download the one that is meant (hf download) and give its path."
+ONE_FILE = "Download the one you want (hf download) and give its path."
 
 
 def has_type(file: str, wanted: str) -> bool:
@@ -165,7 +165,7 @@ def choose_folder(name: HubName, files: Sequence[str]) -> list[str]:
             return [*beside, kind.index, *fnmatch.filter(files, kind.shards)]
     expected = " or ".join(kind.single for kind in KINDS)
     raise InputError(
-        f"{name} has config.json and no weights; expected {expected}, whole or in shards; it has {_listed(files)}.",
+        f"{name} has config.json but no weights; expected {expected}, whole or in shards; it has {_listed(files)}.",
         hint="Give a repository that holds a whole checkpoint.",
     )
 
@@ -295,14 +295,14 @@ def _explained(name: HubName, absent: str) -> Iterator[None]:
     try:
         yield
     except errors.GatedRepoError:
-        token = "the token that was found has no access" if huggingface_hub.get_token() else "no token was found"
+        token = "the token found has no access" if huggingface_hub.get_token() else "no token was found"
         raise InputError(
-            f"{name.repo} is gated: its terms have to be accepted by you first, and {token}.",
+            f"{name.repo} is gated: you have to accept its terms first, and {token}.",
             hint=f"Accept them at {host}/{name.repo}, then log in: hf auth login, or set HF_TOKEN.",
         ) from None
     except errors.RepositoryNotFoundError:
         raise InputError(
-            f"{name.repo} is neither a path here nor a repository on {host} that may be seen.",
+            f"{name.repo} is neither a local path nor a repository on {host} that you may see.",
             hint="Check the name; for a private repository log in: hf auth login, or set HF_TOKEN.",
         ) from None
     except errors.RevisionNotFoundError:
@@ -314,7 +314,7 @@ def _explained(name: HubName, absent: str) -> Iterator[None]:
             raise OfflineError(_cannot(name, absent, _reason(host, error.__cause__)), hint=_way_out(name)) from None
         raise InputError(f"{name} lacks a file that it lists: {_first_line(error)}.", hint="Try again.") from None
     except errors.HFValidationError as error:
-        raise InputError(f"{name.repo} is neither a path here nor a hub name: {_first_line(error)}.") from None
+        raise InputError(f"{name.repo} is neither a local path nor a hub name: {_first_line(error)}.") from None
     except errors.HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else 0
         if 400 <= status < 500 and status not in (408, 429):
@@ -327,7 +327,7 @@ def _explained(name: HubName, absent: str) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DoesNotFitError(
                 f"{name} does not fit on the disk of {_short(constants.HF_HUB_CACHE)}.",
-                hint="Make room, or set HF_HUB_CACHE to another place.",
+                hint="Free some space, or set HF_HUB_CACHE to another place.",
             ) from None
         if error.filename is not None:
             raise OutputError(f"{os.fsdecode(error.filename)} cannot be written: {error.strerror}.") from None
@@ -340,7 +340,7 @@ def _explained(name: HubName, absent: str) -> Iterator[None]:
 
 
 def _cannot(name: HubName, absent: str, why: str) -> str:
-    return f"{name} is not a path here, {absent}, and {why}."
+    return f"{name} is not a local path, {absent}, and {why}."
 
 
 def _way_out(name: HubName) -> str:

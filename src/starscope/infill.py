@@ -248,7 +248,7 @@ def check_there_is_a_hole(
     given = {"fim_order": fim_order != "psm", "files": files, "repository": repository, "filename": filename}
     if names := [name for name, value in given.items() if value]:
         raise UsageError(
-            f"{', '.join(names)}: for filling a hole, which needs a suffix; expected one (--suffix, suffix=).",
+            f"{', '.join(names)}: only for filling a hole, which needs a suffix; expected one (--suffix, suffix=).",
             hint="The suffix may be empty.",
         )
 

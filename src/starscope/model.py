@@ -270,7 +270,7 @@ class Model(Root):
             if stream:
                 raise UsageError(
                     f"stream=True gives the pieces of one prompt; {len(prompt)} were given in a list.",
-                    hint="Leave stream out, or call generate once a prompt.",
+                    hint="Leave stream out, or call generate once for each prompt.",
                 )
             return self._generate_batch(prompt, read, stop_ids, max_new_tokens, options, stop, logprobs)
         made = read(prompt)
@@ -400,7 +400,7 @@ def load(
     began = time.perf_counter()
     _check_placing(engine, main_gpu, tensor_split)
     if not isinstance(lora, (Sequence, PathLike)):
-        raise UsageError(f"lora is {short(lora)}; expected a path, or a list of paths, each with a scale or without.")
+        raise UsageError(f"lora is {short(lora)}; expected a path, or a list of paths, each with or without a scale.")
     adapters = as_given(lora)
     path, (family, hp, weights, tokenizer, notes) = _open(model, context_length)
     if adapters:
@@ -408,7 +408,7 @@ def load(
         graph, weights, told = adapt(family, hp, weights, adapters, base)
         notes += told
     elif lora_base is not None:
-        raise UsageError("lora_base is for adapters; expected lora beside it.")
+        raise UsageError("lora_base is only for adapters; expected lora too.")
     else:
         graph = record(family, hp)
     placing = Placing(gpu_layers, low_vram, kv_offload, main_gpu, None if tensor_split is None else tuple(tensor_split))
@@ -422,12 +422,12 @@ def _check_placing(engine: object, main_gpu: object, tensor_split: object) -> No
     if not isinstance(engine, str):
         raise UsageError(f"engine is {short(engine)}; expected auto, native, torch or numpy.")
     if main_gpu is not None and not is_number(main_gpu, 0, math.inf, Integral):
-        raise UsageError(f"main_gpu is {short(main_gpu)}; expected the number of a GPU, from 0 on.")
+        raise UsageError(f"main_gpu is {short(main_gpu)}; expected the number of a GPU, 0 or more.")
     if tensor_split is not None and not (
         isinstance(tensor_split, (Sequence, np.ndarray))
         and all(is_number(share, 0, sys.float_info.max) for share in tensor_split)
     ):
-        raise UsageError(f"tensor_split is {short(tensor_split)}; expected a list of shares, numbers from 0 on.")
+        raise UsageError(f"tensor_split is {short(tensor_split)}; expected a list of shares, numbers of 0 or more.")
 
 
 def open_graph(model: str | Path, context_length: int | None = None) -> tuple[Graph, Mapping[str, str]]:
@@ -441,9 +441,11 @@ def open_base(model: str | Path, weights: Weights) -> Weights:
     """The weights of a model that is the same but for its formats. InvalidContentError when it is another."""
     path, (_, _, found, _, _) = _open(model)
     for name in {**weights.slots, **found.slots}:
-        shapes = [list(of.slots[name].shape) if name in of.slots else "not there" for of in (found, weights)]
+        shapes = [list(of.slots[name].shape) if name in of.slots else "missing" for of in (found, weights)]
         if shapes[0] != shapes[1]:
-            raise InvalidContentError(f"{path} is no base of this model: {name} is {shapes[0]}; expected {shapes[1]}.")
+            raise InvalidContentError(
+                f"{path} is not a base of this model: {name} is {shapes[0]}; expected {shapes[1]}."
+            )
     return found
 
 
@@ -465,7 +467,7 @@ def find_model(model: str | Path) -> Path:
     if (name := find_name(model)) is not None:
         return fetch_model(name)
     if path.is_symlink() and not path.exists():
-        raise InputError(f"{path} is a link that leads nowhere, or in a circle.")
+        raise InputError(f"{path} is a broken link: its target does not exist, or it leads back to itself.")
     if not path.exists():
         raise InputError(
             f"{path} does not exist.", hint="Give a .gguf file, a Hugging Face folder, owner/name of the hub, or demo."
@@ -499,10 +501,12 @@ def _open_file(path: Path) -> Opened:
         and not any(f"{family.gguf_architecture}.{key}" in file.metadata for key in (row.gguf, *row.also))
     ]
     if hp.num_kv_heads != stored.num_kv_heads:
-        notes.append(f"every one of the {stored.num_kv_heads} key and value heads is a copy of the first; one is kept.")
+        notes.append(f"all {stored.num_kv_heads} key and value heads are copies of the first; one is kept.")
     tokenizer = Tokenizer.from_gguf(file, family.default_pre_tokenizer)
     if tokenizer.vocab_size != hp.vocab_size:
-        raise GGUFError(f"{path} has {tokenizer.vocab_size} tokens for {hp.vocab_size} embeddings; expected as many.")
+        raise GGUFError(
+            f"{path} has {tokenizer.vocab_size} tokens for {hp.vocab_size} embeddings; expected the same number."
+        )
     return family, hp, weights, tokenizer, notes + tokenizer.notes
 
 
@@ -512,7 +516,8 @@ def _open_folder(path: Path) -> Opened:
     tokenizer = Tokenizer.from_folder(path, checkpoint.config)
     if tokenizer.vocab_size > mapped.hparams.vocab_size:
         raise CheckpointError(
-            f"{path} has {tokenizer.vocab_size} tokens for {mapped.hparams.vocab_size} embeddings; expected no more."
+            f"{path} has {tokenizer.vocab_size} tokens for {mapped.hparams.vocab_size} embeddings; "
+            "expected at most as many."
         )
     weights = Weights(mapped.family.slots(mapped.hparams), mapped)
     tokenizer = tokenizer.padded(mapped.hparams.vocab_size)

@@ -77,7 +77,7 @@ def test_expanded_key_heads_are_folded_back_into_one(tmp_path: Path) -> None:
             convert(tmp_path / "mqa", tmp_path / f"expanded-{to}.gguf", to=to, expand_mqa=True).out
         )
         assert expanded.num_kv_heads == 1
-        assert any("copy of the first" in note for note in expanded.notes)
+        assert any("copies of the first" in note for note in expanded.notes)
         ids = prompt(320, 20)
         np.testing.assert_array_equal(expanded.forward(ids), plain.forward(ids))
         assert expanded.context_length == plain.context_length

@@ -79,7 +79,7 @@ TENSORS = {
     "one more axis": ({NAMES[0]: A[None].copy(), NAMES[1]: B}, "expected a matrix"),
     "another model's names": (
         {f"{PREFIX}model.layers.0.self_attn.q_proj.lora_{h}.weight": x for h, x in (("A", A), ("B", B))},
-        "no part of gpt_bigcode.*q_proj",
+        "belong to no part of gpt_bigcode.*q_proj",
     ),
     "a block too many": (
         {f"{PREFIX}transformer.h.9.attn.c_attn.lora_{h}.weight": x for h, x in (("A", A), ("B", B))},
@@ -160,5 +160,5 @@ def test_a_base_without_adapters_is_refused(checkpoint):
 
 def test_a_base_of_other_sizes_is_refused(checkpoint, multi_head, tmp_path):
     write_folder(tmp_path, CONFIG, {MODULE: (A, B)})
-    with pytest.raises(StarscopeError, match="no base of this model"):
+    with pytest.raises(StarscopeError, match="not a base of this model"):
         starscope.load(checkpoint, engine="numpy", lora=tmp_path, lora_base=multi_head)

@@ -89,13 +89,13 @@ def test_a_selection_is_what_python_selects(selection: Any, end: int) -> None:
     [
         ({"value": 3}, "value is 3"),
         ({"op": "multiply"}, "op is 'multiply'; expected one of add, scale, set, zero, replace, mask"),
-        ({"op": "add"}, "add needs tensor"),
+        ({"op": "add"}, "add needs a tensor"),
         ({"op": "zero", "tensor": 1.0}, "zero takes no tensor"),
         ({"factor": 2.0}, "zero takes no factor"),
         ({"op": "scale", "factor": "2"}, "factor is '2'; expected a number"),
         ({"op": "scale", "factor": True}, "factor is True; expected a number"),
-        ({"op": "scale", "factor": 1e39}, "no number that float32 holds"),
-        ({"op": "scale", "factor": float("nan")}, "no number that float32 holds"),
+        ({"op": "scale", "factor": 1e39}, "not a finite float32 number"),
+        ({"op": "scale", "factor": float("nan")}, "not a finite float32 number"),
         ({"op": "add", "tensor": [[1.0], [1.0, 2.0]]}, "rows of several lengths"),
         ({"op": "add", "tensor": "abc"}, "tensor is str"),
         ({"op": "add", "tensor": []}, "expected numbers"),
@@ -112,8 +112,8 @@ def test_a_selection_is_what_python_selects(selection: Any, end: int) -> None:
         ({"steps": -1}, "steps has -1; expected 0 or more"),
         ({"rows": "-2:"}, "expected 0 or more"),
         ({"op": "mask", "value": "attention_scores"}, "mask needs keys"),
-        ({"op": "replace", "tensor": [1.0], "positions": "new"}, "whose number is known"),
-        ({"op": "replace", "tensor": [1.0], "positions": "-3:8"}, "whose number is known"),
+        ({"op": "replace", "tensor": [1.0], "positions": "new"}, "a known number of positions"),
+        ({"op": "replace", "tensor": [1.0], "positions": "-3:8"}, "a known number of positions"),
         ({"op": "replace", "tensor": [1.0], "positions": [0, 1]}, r"a tensor \[1\] for 2 positions"),
     ],
 )
@@ -139,7 +139,7 @@ def test_what_cannot_be_meant_is_refused_in_words(arguments: dict[str, Any], mes
         ({"value": "logits", "op": "zer"}, "op is 'zer'"),
         ({"value": "logits", "op": ["zero"]}, "op is"),
         ({"value": "logits", "op": "add", "tensor": [10**400]}, "expected numbers"),
-        ({"value": "logits", "op": "scale", "factor": 10**400}, "no number that float32 holds"),
+        ({"value": "logits", "op": "scale", "factor": 10**400}, "not a finite float32 number"),
     ],
 )
 def test_json_that_is_no_edit_is_refused_in_words(data: Any, message: str, tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingOp
         ({"samplers": "top_k,top_q"}, "samplers has 'top_q'"),
         ({"samplers": "top_k,"}, "samplers has ''"),
         ({"samplers": ["top_k", "min_p", "top_k"]}, "top_k, min_p, top_k; expected each step once"),
-        ({"samplers": "temperature", "top_k": 3}, r"top_k is set, and samplers \(temperature\) leaves it out"),
-        ({"samplers": "", "temperature": 0.5}, r"temperature is set, and samplers \(none\)"),
+        ({"samplers": "temperature", "top_k": 3}, r"top_k is set, but samplers \(temperature\) leaves it out"),
+        ({"samplers": "", "temperature": 0.5}, r"temperature is set, but samplers \(none\)"),
         ({"samplers": "top_k", "presence_penalty": 1.0}, "penalties is set"),
     ],
 )

@@ -183,7 +183,7 @@ def _from_custom_gpt2(stored: Mapping[str, CheckpointTensor]) -> Mapping[str, Ch
         module, _, kind = name.rpartition(".")
         if module.endswith(".attn.c_attn"):
             raise UnsupportedError(
-                f"{tensor.path} has {cut(name)}: this class with as many key heads as query heads; supported: multiquery.",
+                f"{tensor.path} has {cut(name)}: this class with one key head for each query head; supported: multiquery.",
                 hint="Convert bigcode/gpt_bigcode-santacoder instead, or another model of GPTBigCodeForCausalLM.",
             )
         is_turned = kind == "weight" and module.endswith((".q_attn", ".kv_attn", ".c_proj", ".c_fc"))

@@ -69,7 +69,7 @@ DERIVED = {
 
 REFUSED: Refused = {
     **ALWAYS_REFUSED,
-    "partial_rotary_factor": (lambda value: value not in (None, 1, 1.0), "every dimension of a head is turned here"),
+    "partial_rotary_factor": (lambda value: value not in (None, 1, 1.0), "every dimension of a head is rotated here"),
 }
 
 IGNORED = {
@@ -174,7 +174,7 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     unknown = sorted(set(found) - known - unused)
     if unknown:
         raise UnsupportedError(
-            f"{CONFIG}: the rotary positions have {unknown[0]}, which {found['rope_type']} scaling does not know."
+            f"{CONFIG}: the rotary positions have {unknown[0]}, which {found['rope_type']} scaling does not use."
         )
     if found.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise UnsupportedError(f"{CONFIG}: partial_rotary_factor: {REFUSED['partial_rotary_factor'][1]}.")
@@ -202,8 +202,8 @@ def _scaling(config: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 def _check(hp: HParams) -> None:
     if hp.qk_head_dim != hp.head_dim or hp.rope_dims != hp.qk_head_dim:
         raise UnsupportedError(
-            f"heads have {hp.qk_head_dim} dimensions in queries, {hp.head_dim} in values and {hp.rope_dims} that are "
-            "turned; supported: the same for all three."
+            f"heads have {hp.qk_head_dim} dimensions in queries, {hp.head_dim} in values and {hp.rope_dims} "
+            "that are rotated; supported: the same number for all three."
         )
     if not 0 < hp.head_dim <= hp.hidden_size or hp.head_dim % 2:
         raise CheckpointError(f"head_dim is {hp.head_dim}; expected an even number, 2 to {hp.hidden_size}.")
@@ -215,10 +215,10 @@ def _check(hp: HParams) -> None:
     if not 1 < hp.rope_base <= MOST_BASE:
         raise CheckpointError(f"rope_base is {short(hp.rope_base)}; expected a number above 1, up to {MOST_BASE:g}.")
     if hp.rope_scaling == "none" and hp.rope_scale != 1:
-        raise CheckpointError(f"rotary positions are scaled by {hp.rope_scale}, and by none; expected one of the two.")
+        raise CheckpointError(f"rope_scaling is none, but rope_scale is {hp.rope_scale}; expected 1.")
     if hp.rope_factors and hp.llama3_low >= hp.llama3_high:
         raise CheckpointError(
-            f"low_freq_factor is {hp.llama3_low} and high_freq_factor {hp.llama3_high}; expected the second above."
+            f"low_freq_factor is {hp.llama3_low} and high_freq_factor {hp.llama3_high}; expected the second to be larger."
         )
     if not 0 <= hp.sliding_window <= 2**31 - 1:
         raise CheckpointError(f"sliding_window is {short(hp.sliding_window)}; expected a number of tokens, or 0.")
@@ -236,7 +236,7 @@ def _stretch(hp: HParams, length: int) -> HParams:
     if hp.qk_head_dim == 2:
         raise UnsupportedError(
             "heads of 2 dimensions have one frequency, which does not depend on rope_base.",
-            hint=f"--ctx {trained} is the most.",
+            hint=f"--ctx {trained} is the maximum.",
         )
     base = dynamic_base(hp.rope_base, hp.qk_head_dim, hp.rope_dynamic, trained, length)
     return hp.replace(context_length=length, rope_base=base)
@@ -264,7 +264,7 @@ def _config(hp: HParams) -> Mapping[str, Any]:
     scaling: dict[str, Any] | None = None
     if hp.rope_factors:
         if hp.llama3_factor == 1:
-            raise UnsupportedError("the factors of its rotary frequencies are those of no scaling that a config says.")
+            raise UnsupportedError("its rotary frequency factors match no scaling that a config.json can express.")
         values = (hp.llama3_factor, hp.llama3_low, hp.llama3_high, hp.llama3_context)
         scaling = {"rope_type": "llama3", **dict(zip(SCALINGS["llama3"], values, strict=True))}
     elif hp.rope_dynamic != 1:

@@ -50,7 +50,7 @@ def read_gguf_adapter(path: Path, target: Target) -> Adapter:
             halves.setdefault(slot.name, {})[half] = Half(name, values)
     if unknown:
         raise CheckpointError(
-            f"{path} has {len(unknown)} tensors that are no halves of adapted ones of {target.family.name} with "
+            f"{path} has {len(unknown)} tensors that are not halves of an adapted tensor of {target.family.name} with "
             f"{target.hp.num_layers} layers: {', '.join(map(cut, unknown[:3]))}{', ...' if unknown[3:] else ''}.",
             hint="It was made for another model.",
         )
@@ -71,7 +71,7 @@ def _check_age(path: Path) -> None:
         return  # for the reader to say
     if magic == OLD_MAGIC:
         raise UnsupportedError(
-            f"{path} is an adapter in llama.cpp's form of 2023 (ggla); expected GGUF.",
+            f"{path} is an adapter in llama.cpp's format of 2023 (ggla); expected GGUF.",
             hint="Give the PEFT folder that it was made of.",
         )
 
@@ -82,13 +82,13 @@ def _check_kind(file: GGUFFile, family: Family) -> float:
         if file.get(key) != expected:
             raise CheckpointError(
                 f"{file.path}: {key} is {short(file.get(key))}; expected {expected!r}.",
-                hint="" if key != TYPE_KEY else "It is no adapter; a model is given as MODEL.",
+                hint="" if key != TYPE_KEY else "It is not an adapter; give a model as MODEL.",
             )
     if file.get(ARCHITECTURE_KEY) != family.gguf_architecture:
         found = short(file.get(ARCHITECTURE_KEY))
         raise CheckpointError(f"{file.path} is for {found}; the model is {family.gguf_architecture!r}.")
     if TOKENS_KEY in file.metadata:
-        raise UnsupportedError(f"{file.path} has {TOKENS_KEY}: it takes effect behind certain tokens alone.")
+        raise UnsupportedError(f"{file.path} has {TOKENS_KEY}: it only takes effect after certain tokens.")
     alpha = file.get(ALPHA_KEY, 0.0)
     if not is_of(alpha, float) or not is_finite(alpha):
         raise CheckpointError(f"{file.path}: {ALPHA_KEY} is {short(alpha)}; expected a number.")

@@ -46,8 +46,8 @@ REFUSED: Mapping[str, str] = {  # keys that, when they say something, change wha
     "lora_bias": "its B has a bias",
     "layer_replication": "it repeats blocks of the base",
     "trainable_token_indices": "it replaces rows of the embedding",
-    "alora_invocation_tokens": "it takes effect behind certain tokens alone",
-    "target_parameters": "it adapts parameters that are no layers",
+    "alora_invocation_tokens": "it only takes effect after certain tokens",
+    "target_parameters": "it adapts parameters that are not layers",
     "megatron_config": "its layers are those of Megatron",
     "arrow_config": "it chooses among adapters by the input",
     "kasa_config": "it changes the base's own weights",
@@ -77,7 +77,7 @@ def read_peft(folder: Path, target: Target) -> Adapter:
     config = _read_config(folder / CONFIG)
     name = next((name for name in WEIGHTS if (folder / name).exists()), None)
     if name is None:
-        raise InputError(f"{folder} has a {CONFIG} and none of {', '.join(WEIGHTS)}.")
+        raise InputError(f"{folder} has {CONFIG} but none of {', '.join(WEIGHTS)}.")
     tensors = WEIGHTS[name](folder / name)
     slots = {slot.hf: slot for slot in target.slots().values()}
     halves: dict[str, dict[str, Half]] = {}
@@ -87,7 +87,7 @@ def read_peft(folder: Path, target: Target) -> Adapter:
         stored = tensor.name.removeprefix(PREFIX)
         if "lora_magnitude_vector" in stored:
             raise UnsupportedError(
-                f"{folder} is of DoRA ({cut(tensor.name)}), which also scales every row of a weight."
+                f"{folder} is a DoRA adapter ({cut(tensor.name)}), which also scales every row of a weight."
             )
         match = TENSOR.fullmatch(stored)
         if match is None:
@@ -111,7 +111,7 @@ def read_peft(folder: Path, target: Target) -> Adapter:
         _take(folder, halves.setdefault(slot.name, {}), half, Half(tensor.name, values))
     if unknown:
         raise CheckpointError(
-            f"{folder} has {len(unknown)} tensors that are of no part of {target.family.name} with "
+            f"{folder} has {len(unknown)} tensors that belong to no part of {target.family.name} with "
             f"{target.hp.num_layers} layers: {', '.join(map(cut, unknown[:3]))}{', ...' if unknown[3:] else ''}.",
             hint="It was made for another model.",
         )
@@ -149,7 +149,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     for key in unknown:
         if config[key] not in (None, False, [], {}, ""):
             raise UnsupportedError(
-                f"{where} has a key that is not known, {cut(key)} = {short(config[key])}; expected those of LoRA."
+                f"{where} has an unknown key, {cut(key)} = {short(config[key])}; expected those of LoRA."
             )
     for key in ("r", "lora_alpha"):
         value: Any = config.get(key)

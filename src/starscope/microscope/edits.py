@@ -30,7 +30,7 @@ OPS: Mapping[str, str] = {
     "set": "tensor",
     "zero": "0",
     "replace": "the tensor's rows, one for each of the positions",
-    "mask": "the lowest float32: attention_scores alone, at `keys`",
+    "mask": "the lowest float32: only attention_scores, at `keys`",
 }
 WITH_TENSOR = ("add", "set", "replace")
 WITH_FACTOR = ("add", "scale")
@@ -70,7 +70,7 @@ class Edit:
 
     def __post_init__(self) -> None:
         if not isinstance(self.value, str) or not self.value:
-            raise UsageError(f"an edit's value is {self.value!r}; expected the name of one.")
+            raise UsageError(f"an edit's value is {self.value!r}; expected the name of a value.")
         if not isinstance(self.op, str) or self.op not in OPS:
             raise UsageError(f"an edit's op is {self.op!r}; expected one of {', '.join(OPS)}.")
         for name in SELECTIONS:
@@ -84,13 +84,13 @@ class Edit:
         self._check_factor()
         if (self.tensor is not None) != (self.op in WITH_TENSOR):
             raise UsageError(
-                f"{self.op} {'needs' if self.tensor is None else 'takes no'} tensor; "
-                f"those with one are {', '.join(WITH_TENSOR)}."
+                f"{self.op} {'needs a' if self.tensor is None else 'takes no'} tensor; "
+                f"the ops with one are {', '.join(WITH_TENSOR)}."
             )
         if self.tensor is not None:
             object.__setattr__(self, "tensor", _as_tensor(self.tensor))
         if self.op == "mask" and self.keys is None:
-            raise UsageError("mask needs keys: the positions that are not to be looked at.")
+            raise UsageError("mask needs keys: the positions to hide.")
         if self.op == "replace":
             self._check_rows()
 
@@ -98,17 +98,17 @@ class Edit:
         if isinstance(self.factor, bool) or not isinstance(self.factor, (int, float, np.number)):
             raise UsageError(f"an edit's factor is {self.factor!r}; expected a number.")
         if not abs(self.factor) <= float(np.finfo(np.float32).max):
-            raise UsageError("an edit's factor is no number that float32 holds; expected one.")
+            raise UsageError("an edit's factor is not a finite float32 number.")
         factor = float(np.float32(self.factor))
         if factor != 1 and self.op not in WITH_FACTOR:
-            raise UsageError(f"{self.op} takes no factor; those with one are {', '.join(WITH_FACTOR)}.")
+            raise UsageError(f"{self.op} takes no factor; only {' and '.join(WITH_FACTOR)} do.")
         object.__setattr__(self, "factor", factor)
 
     def _check_rows(self) -> None:
         count = count_of(self.selection("positions"))
         if count is None:
             raise UsageError(
-                "replace needs positions whose number is known: one, a list, or a span with both ends from one side."
+                "replace needs a known number of positions: one, a list, or a span whose ends count from the same side."
             )
         if self.tensor.ndim == 0 or len(self.tensor) != count:
             raise UsageError(
@@ -161,7 +161,7 @@ class Edit:
             if key not in data:
                 raise InvalidContentError(f"an edit has no {key}; expected one.")
         if "tensor" in data and data["tensor"] is None:
-            raise InvalidContentError("an edit's tensor is null; expected numbers, or none at all.")
+            raise InvalidContentError("an edit's tensor is null; expected numbers, or no tensor at all.")
         try:
             return cls(**data)
         except UsageError as error:

@@ -32,14 +32,16 @@ def parse_devices(text: str) -> list[Device]:
     for part in text.split(","):
         found = ONE.fullmatch(part.strip())
         if found is None or (found["unit"] and found["unit"].lower() not in UNITS):
-            raise UsageError(f"{part.strip()!r} is no device; expected one like cuda:24GiB, cuda:1:8GB or mps:16GiB.")
+            raise UsageError(
+                f"{part.strip()!r} is not a device; expected one like cuda:24GiB, cuda:1:8GB or mps:16GiB."
+            )
         kind = found["kind"].lower()
         if kind == "cpu":
-            raise UsageError("cpu is no device to plan for: it is there always, and has what goes nowhere else.")
+            raise UsageError("cpu cannot be listed: it is always present and takes whatever no other device does.")
         name = kind + (f":{int(found['index'])}" if found["index"] else "")
         free = float(found["count"]) * UNITS[found["unit"].lower()] if found["unit"] else None
         if free is not None and free > MOST:
-            raise UsageError(f"{name} is to have more than {MOST >> 40} TiB free; expected what a device may have.")
+            raise UsageError(f"{name} is given more than {MOST >> 40} TiB of free memory; expected at most that.")
         if any(_same(device.name, name) for device in made):
             raise UsageError(f"{name} is named twice; expected each device once.")
         made.append(Device(name, None if free is None else int(free)))

@@ -40,7 +40,7 @@ COUNTS: Mapping[str, tuple[float, str]] = {  # the same of whole numbers, all fr
     "top_k":          (math.inf, "a whole number of tokens, 0 for all of them"),
     "penalty_window": (math.inf, "a whole number of tokens"),
     "mirostat":       (2, "0 (off), 1 or 2"),
-    "seed":           (math.inf, "a whole number from 0 on, or none for a fresh one"),
+    "seed":           (math.inf, "a whole number, 0 or more, or None for a random one"),
 }  # fmt: skip
 
 
@@ -101,7 +101,7 @@ class SamplingOptions:
         for name in SAMPLERS:
             if name not in names and self.uses(name):
                 raise UsageError(
-                    f"{name} is set, and samplers ({', '.join(names) or 'none'}) leaves it out; expected it there."
+                    f"{name} is set, but samplers ({', '.join(names) or 'none'}) leaves it out; expected it among them."
                 )
 
     def _check_bias(self) -> None:
