@@ -24,33 +24,33 @@ class Gone:
     reason: str
 
 
-PACKED = "every token of the data is a target once in an epoch, wherever its sample begins"
-MEMORY = "memory is taken when it is needed, and --dry-run says how much that is"
-SEPARATED = "documents are always followed by the token that ends a text"
+PACKED = "every token of the data is a target exactly once per epoch, wherever its sample begins"
+MEMORY = "memory is allocated as needed; --dry-run shows how much"
+SEPARATED = "documents are always followed by the end-of-text token"
 
 GONE = (
     Gone(("--mem-model", "--mem-lora", "--mem-compute", "--mem-compute0", "--mem-compute1"), True, MEMORY),
     Gone(("--use-scratch", "--no-scratch"), False, MEMORY),
     Gone(("--use-alloc", "--no-alloc"), False, MEMORY),
-    Gone(("--use-flash", "--no-flash"), False, "attention is one fused operation, whose gradient is tested"),
-    Gone(("--rotmax",), True, "rotary positions turn all of a head"),
+    Gone(("--use-flash", "--no-flash"), False, "attention is always one fused operation with a tested gradient"),
+    Gone(("--rotmax",), True, "rotary positions apply to the whole head"),
     Gone(
         ("--rope-freq-base", "--rope-freq-scale"),
         True,
-        "rotary positions of a new model have the usual base and no scale",
+        "a new model's rotary positions use the usual base, unscaled",
     ),
     Gone(("--samples-after-nl", "--overlapping-samples", "--sample-random-offsets"), False, PACKED),
     Gone(("--no-overlapping-samples", "--no-sample-random-offsets"), False, PACKED),
     Gone(("--sample-start",), True, "a file is a document; " + PACKED),
     Gone(("--include-sample-start", "--escape"), False, PACKED),
-    Gone(("--fill-with-next-samples",), False, "samples are always full: what follows in the data fills them"),
+    Gone(("--fill-with-next-samples",), False, "samples are always full: they are filled with the data that follows"),
     Gone(("--separate-with-eos", "--separate-with-bos"), False, SEPARATED),
     Gone(("--no-separate-with-eos", "--no-separate-with-bos"), False, SEPARATED),
-    Gone(("--force-reshuffle",), False, "each epoch has an order of its own, which follows from the seed"),
-    Gone(("--print-details-interval",), True, "samples are written at every evaluation; see --prompt"),
-    Gone(("--pattern-fn-it", "--fn-latest"), True, "names of checkpoints have ITERATION and LATEST in them"),
-    Gone(("-ngl", "--n-gpu-layers"), True, "training runs on the processor"),
-    Gone(("--adam-decay-min-ndim",), True, "decay is for matrices alone"),
+    Gone(("--force-reshuffle",), False, "each epoch has its own order, derived from the seed"),
+    Gone(("--print-details-interval",), True, "samples are printed at every evaluation; see --prompt"),
+    Gone(("--pattern-fn-it", "--fn-latest"), True, "use ITERATION or LATEST in the checkpoint's name"),
+    Gone(("-ngl", "--n-gpu-layers"), True, "training runs on the CPU"),
+    Gone(("--adam-decay-min-ndim",), True, "weight decay applies to matrices only"),
 )
 
 
