@@ -89,7 +89,7 @@ def merge(
     notes = [*plain.notes, *(note for adapter, _ in adapters for note in adapter.notes), *notes]
     notes += _rounded_again(plain.weights, source, slots, formats, lora_base)
     if any(slot.tied_to and not plain.weights.source.has(slot) for slot in slots):
-        notes.append("the output matrix and the token embedding are two tensors now: one of them is adapted alone.")
+        notes.append("the output matrix and the token embedding are two tensors now: only one of them is adapted.")
     metadata = _metadata(plain, slots, {} if recipe is None else file_type_metadata(recipe))
     pieces = [MergedPiece(slot, source, plain.weights, formats[slot.gguf]) for slot in slots]
     count = Counter(progress, sum(piece.format.nbytes(slot.shape) for piece, slot in zip(pieces, slots, strict=True)))

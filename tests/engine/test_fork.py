@@ -29,7 +29,7 @@ print("ended", os.wait()[1])
 """
 REFUSED = (
     "UnsupportedError this process was forked from one that had torch loaded, and torch's threads stayed there. "
-    "Load the model in the child alone, start processes by spawn, or use one thread (threads=1)."
+    "Load the model only in the child, start processes by spawn, or use one thread (threads=1)."
 )
 RAN = "ran [1, 64, 2560]"
 

@@ -156,7 +156,7 @@ def test_json_that_is_no_edit_is_refused_in_words(data: Any, message: str, tmp_p
         (b"[", "is not valid JSON"),
         (b"\xff", "is not valid JSON"),
         (b'[{"value": "logits", "value": "logits", "op": "zero"}]', "a key twice"),
-        (b'[{"value": "logits", "op": "scale", "factor": NaN}]', "NaN is no number of JSON"),
+        (b'[{"value": "logits", "op": "scale", "factor": NaN}]', "NaN is not a JSON number"),
         (b"[" * 100_000, "is not valid JSON"),
     ],
 )

@@ -217,7 +217,7 @@ def test_too_much_to_keep_is_an_error_before_anything_runs(
     said = rf"what is kept of 500 tokens takes {kept:,} bytes, and the run [\d,]+; 30,000,000 bytes are free"
     with pytest.raises(DoesNotFitError, match=said) as error:
         model.run_with_cache(ids, "layers.*.self_attn.attention_probabilities")
-    assert error.value.hint == "Ask for fewer values, or for some positions alone, as in rows=[-1]."
+    assert error.value.hint == "Ask for fewer values, or only for some positions, as in rows=[-1]."
     monkeypatch.setattr(cached, "free_memory", lambda: 1_000_000)  # for what is kept, but not for what runs
     with pytest.raises(DoesNotFitError, match="what is kept of 500 tokens takes 21,504 bytes"):
         model.run_with_cache(ids, "layers.0.layer_mid", rows=[-1])

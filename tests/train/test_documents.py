@@ -120,7 +120,7 @@ def test_empty_files_and_copies_are_left_out_and_said(tmp_path):
     corpus = survey(find_documents([write(tmp_path, {"a.py": "same", "b.py": "same", "c.py": "", "d.py": BOM})]))
     assert names(corpus) == ["a.py"]
     assert corpus.notes == ["left out: 1 copies of others, 2 empty."]
-    with pytest.raises(InputError, match=r"there is no text to train on \(2 empty\)"):
+    with pytest.raises(InputError, match=r"no text to train on \(2 empty\)"):
         survey(find_documents([tmp_path / "c.py", tmp_path / "d.py"]))
 
 

@@ -99,7 +99,7 @@ def test_saved_settings_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         ('{"data": [1]}', r"data \[1\]; expected a list of texts"),
         ('{"epochs": "1"}', "epochs '1'; expected a number"),
         ('{"recompute": 1}', "recompute 1; expected true or false"),
-        ('{"stepz": 1}', "the key 'stepz', which is no setting"),
+        ('{"stepz": 1}', "the key 'stepz', which is not a setting"),
     ],
 )
 def test_saved_settings_that_were_changed_by_hand_are_refused(tmp_path, text, said):
@@ -135,7 +135,7 @@ def test_settings_are_read_as_they_were_saved(tmp_path):
     save_settings(tmp_path, settings)
     assert Settings(**read_settings(tmp_path)) == settings
     (tmp_path / "settings.json").write_text(json.dumps({"colour": "red"}))
-    with pytest.raises(InvalidContentError, match="'colour', which is no setting"):
+    with pytest.raises(InvalidContentError, match="'colour', which is not a setting"):
         read_settings(tmp_path)
 
 
@@ -196,7 +196,7 @@ def test_sizes_that_are_no_model_are_refused(corpus, tmp_path):
         ({"final_share": 1.5}, "the lowest learning rate is 1.5 of the highest"),
         ({"seed": 2**63}, "the seed is 9223372036854775808; expected a whole number"),
         ({"sample_tokens": -1}, "sample_tokens is -1; expected 0 or more"),
-        ({"name": "a\udcff"}, "the name 'a.*' is no text; expected UTF-8"),
+        ({"name": "a\udcff"}, "the name 'a.*' is not valid UTF-8"),
         ({"hidden_size": 0}, "hidden_size is 0"),
         ({"family": "x"}, "no family is called 'x'"),
     ],

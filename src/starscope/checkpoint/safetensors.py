@@ -41,7 +41,7 @@ def _read_header(file: WeightFile) -> tuple[dict[str, Any], int]:
     if length > HEADER_LIMIT:
         raise CheckpointError(f"{file.path} says that its header has {length} bytes; expected at most {HEADER_LIMIT}.")
     if length > file.size - 8:
-        expected = f"expected {8 + length} bytes for the header alone, found {file.size}"
+        expected = f"expected {8 + length} bytes for just the header, found {file.size}"
         raise CheckpointError(f"{file.path} is cut: {expected}.", hint="Download it again.")
     data = bytearray(length)
     file.read_into(memoryview(data), 8)

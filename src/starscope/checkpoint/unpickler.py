@@ -30,7 +30,7 @@ ORDERED_DICT, TENSOR, PARAMETER = (
 )
 KNOWN = {ORDERED_DICT, TENSOR, PARAMETER} | {f"torch.{name}" for name in STORAGES}
 RESAVE = (
-    "Save the state dict of the model alone: torch.save(model.state_dict(), FILE), or "
+    "Save only the model's state dict: torch.save(model.state_dict(), FILE), or "
     "model.save_pretrained(FOLDER, safe_serialization=True)."
 )
 
@@ -77,7 +77,7 @@ def read_state_dict(data: bytes, where: str) -> dict[str, View]:
         raise UnsupportedError(f"{where} holds a {_kind(found)}; expected a dict of tensors.", hint=RESAVE)
     for name, value in found.items():
         if not isinstance(value, View):
-            raise UnsupportedError(f"{where}: {short(name)} is a {_kind(value)}; expected tensors alone.", hint=RESAVE)
+            raise UnsupportedError(f"{where}: {short(name)} is a {_kind(value)}; expected only tensors.", hint=RESAVE)
     return found
 
 
@@ -215,7 +215,7 @@ class _Machine:
 
     def find(self, module: Any, name: Any) -> Name:
         """The name, if it is one of the few that tensors are made with."""
-        dotted = f"{module}.{name}" if type(module) is str and type(name) is str else "what is no name"
+        dotted = f"{module}.{name}" if type(module) is str and type(name) is str else "something that is not a name"
         if dotted not in KNOWN or "." in name:
             raise UnsupportedError(
                 f"{self.where} asks for {dotted[:80]!r}, which no tensor needs; nothing of it was run.",

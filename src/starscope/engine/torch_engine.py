@@ -313,5 +313,5 @@ def check_process() -> None:
     if os.getpid() != THREADS_OF and torch.get_num_threads() > 1:
         raise UnsupportedError(
             "this process was forked from one that had torch loaded, and torch's threads stayed there.",
-            hint="Load the model in the child alone, start processes by spawn, or use one thread (threads=1).",
+            hint="Load the model only in the child, start processes by spawn, or use one thread (threads=1).",
         )

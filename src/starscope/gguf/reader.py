@@ -318,7 +318,7 @@ class _Part:
         if magic != MAGIC:
             hint = "It is an older ggml format; convert the original model again." if magic in _OLD_MAGICS else ""
             raise GGUFError(
-                f"{self.path} is no GGUF file: it starts with {magic!r}, not {MAGIC!r} (byte 0).", hint=hint
+                f"{self.path} is not a GGUF file: it starts with {magic!r}, not {MAGIC!r} (byte 0).", hint=hint
             )
         version = self._u32("the version")
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")

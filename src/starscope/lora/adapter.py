@@ -91,7 +91,7 @@ def checked(
             raise CheckpointError(f"{path} has {cut(there.name)} without its other half.", hint="Is the file whole?")
         a, b = found["a"], found["b"]
         if len(slot.shape) != 2:
-            raise CheckpointError(f"{path}: {cut(a.name)} is for {slot.name}, which is no matrix.")
+            raise CheckpointError(f"{path}: {cut(a.name)} is for {slot.name}, which is not a matrix.")
         for half in (a, b):
             if half.values.ndim != 2:
                 raise CheckpointError(

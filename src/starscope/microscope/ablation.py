@@ -81,7 +81,7 @@ def _rows_of(model: Root, value: str, layer: int | None, head: Any, prompt: Any)
         raise UsageError(f"{value} is one of {len(readings)} layers; expected the layer.")
     [reading] = readings
     if reading.edge is None or scope.edges.facts[reading.edge].form.pattern:
-        raise UsageError(f"{reading.name} is another size for every prompt; expected a value of positions alone.")
+        raise UsageError(f"{reading.name} is another size for every prompt; expected a value with positions only.")
     form = scope.edges.facts[reading.edge].form
     with model.trace(prompt) as t:
         [rows] = as_array(scope.read(t, reading))

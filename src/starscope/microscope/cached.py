@@ -259,7 +259,7 @@ class _Run:
             raise DoesNotFitError(
                 f"what is kept of {sum(view.lengths)} tokens takes {kept:,} bytes, and the run {needed:,}; "
                 f"{free:,} bytes are free.",
-                hint="Ask for fewer values, or for some positions alone, as in rows=[-1].",
+                hint="Ask for fewer values, or only for some positions, as in rows=[-1].",
             )
 
     @property

@@ -41,7 +41,7 @@ def steering_from_gguf(path: str | os.PathLike[str], scale: float = 1.0) -> list
         for name, info in file.tensors.items():
             match = _DIRECTION.fullmatch(name)
             if match is None:
-                raise InvalidContentError(f"{path} has {cut(name)}; expected direction.1, direction.2, ... alone.")
+                raise InvalidContentError(f"{path} has {cut(name)}; expected only direction.1, direction.2, ...")
             if info.type_name != "F32" or len(info.shape) != 1:
                 raise InvalidContentError(
                     f"{path}: {name} is {info.type_name} {list(info.shape)}; expected F32 [hidden_size]."

@@ -310,7 +310,7 @@ class Forward:
                 self._live = [one for one in live if not one.used]
                 raise ValueShapeError(
                     f"{served.facts.name} is {list(served.value.shape)} now; expected {list(shape)}, the shape it had.",
-                    hint="Change its numbers alone, or change a clone.",
+                    hint="Change only its numbers, or change a clone.",
                 )
             if served.edge == self.edges.logits:
                 pass  # nothing reads them but whoever chooses a token, who gets what was handed out

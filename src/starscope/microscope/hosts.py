@@ -27,7 +27,9 @@ def layer_index(given: Any, count: int) -> int:
     try:
         index = operator.index(given)
     except TypeError:
-        raise LayerIndexError(f"layer {given!r} is no number; this model has layers 0 to {count - 1}.") from None
+        raise LayerIndexError(
+            f"layer {given!r} is not a layer number; this model has layers 0 to {count - 1}."
+        ) from None
     if not -count <= index < count:
         raise LayerIndexError(f"layer {index} is out of range; this model has layers 0 to {count - 1}.")
     return index % count

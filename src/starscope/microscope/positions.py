@@ -41,5 +41,5 @@ def check_span(text: str, start: int, stop: int) -> None:
     """UsageError unless [start, stop) are characters of a text, one at least."""
     if not all(isinstance(one, int) for one in (start, stop)) or not 0 <= start < stop <= len(text):
         raise UsageError(
-            f"characters {start} to {stop} are no part of the text; expected 0 <= start < stop <= {len(text)}."
+            f"characters {start} to {stop} are not part of the text; expected 0 <= start < stop <= {len(text)}."
         )

@@ -210,7 +210,7 @@ class Root(Editable):
         """
         first, last = (layer_index(layer, int(self.hparams.num_layers)) for layer in (start, end))
         if first > last:
-            raise UsageError(f"layers {start} to {end} are no range; expected the first before the last.")
+            raise UsageError(f"layers {start} to {end} are not a range; expected the first before the last.")
         current_trace(self.scope.edges).skip(first, last, skip_with)
 
     def skip_layer(self, layer: int, skip_with: Any = None) -> None:

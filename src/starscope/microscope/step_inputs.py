@@ -92,5 +92,5 @@ def check_mask(value: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     if mask.shape != shape:
         raise ValueShapeError(f"attention_mask is {list(mask.shape)}; expected {list(shape)}, the shape of input_ids.")
     if not np.isin(mask, (0, 1)).all() or (np.diff(mask.astype(np.int64), axis=1) < 0).any() or not mask[:, -1].all():
-        raise ValueShapeError("attention_mask has zeros behind a token; expected them at the beginning of a row alone.")
+        raise ValueShapeError("attention_mask has zeros behind a token; expected them only at the beginning of a row.")
     return mask.astype(np.int64)

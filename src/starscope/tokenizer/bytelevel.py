@@ -49,7 +49,7 @@ def as_bytes(text: str) -> bytes:
     except UnicodeEncodeError as error:
         found = f"U+{ord(text[error.start]):04X}"
         raise TokenizerError(
-            f"character {error.start} of the text is {found}, half of a surrogate pair, which is no text."
+            f"character {error.start} of the text is {found}, half of a surrogate pair, which is not text."
         ) from None
 
 

@@ -132,7 +132,7 @@ def find_documents(
     if not found:
         where = ", ".join(map(str, given))
         others = f" ({counted(left_out)} left out)" if +left_out else ""
-        raise InputError(f"there is no file to train on under {where}{others}.", hint="Name files, or give suffixes.")
+        raise InputError(f"no file to train on under {where}{others}.", hint="Name files, or give suffixes.")
     return Found(sorted(found.values(), key=lambda document: (document.name, str(document.path))), left_out)
 
 
@@ -309,7 +309,7 @@ def survey(found: Found, progress: Progress = lambda done, total: None) -> Corpu
             size = about.changed[0]
             passages.append(Passage(document.name, document.path, about.start, size, about.changed))
     if not passages:
-        raise InputError(f"there is no text to train on ({counted(left_out)}).")
+        raise InputError(f"no text to train on ({counted(left_out)}).")
     if +left_out:
         notes.append(f"left out: {counted(left_out)}.")
     if marks:

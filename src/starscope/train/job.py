@@ -229,7 +229,7 @@ def check_settings(settings: Settings) -> None:
         raise UsageError(f"sample_tokens is {settings.sample_tokens}; expected 0 or more.")
     for name in ("name", "license"):
         if not is_text(getattr(settings, name)):
-            raise UsageError(f"the {name} {getattr(settings, name)!r} is no text; expected UTF-8.")
+            raise UsageError(f"the {name} {getattr(settings, name)!r} is not valid UTF-8.")
     if not settings.start:
         family_sizes(find_family(settings.family), settings.sizes, LEAST_VOCAB_SIZE)
 

@@ -151,7 +151,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     found = read_json(folder / FILE)
     unknown = sorted(set(found) - set(NAMES))
     if unknown:
-        raise InvalidContentError(f"{folder / FILE} has the key {unknown[0]!r}, which is no setting.")
+        raise InvalidContentError(f"{folder / FILE} has the key {unknown[0]!r}, which is not a setting.")
     made = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     for name, kind in get_type_hints(Settings).items():
         if name in made and not _is_of(made[name], kind):
