@@ -136,7 +136,7 @@ def test_a_pickle_assembled_by_hand_is_read(tmp_path: Path) -> None:
 # Files that are wrong
 
 BAD_STATES: dict[str, tuple[bytes, str]] = {
-    "a list": (b"\x80\x02].", "holds a list; expected a dict of tensors.*Save the state dict"),
+    "a list": (b"\x80\x02].", "holds a list; expected a dict of tensors.*Save only the model"),
     "a training checkpoint": (state(model=state(w=make_tensor())[2:-1]), "'model' is a dict; expected only tensors"),
     "a number": (state(w=make_tensor(), step=b"K\x03"), "'step' is a int; expected only tensors"),
     "a name that is a number": (b"\x80\x02}(K\x01" + make_tensor() + b"u.", "has a int for a name; expected text"),
