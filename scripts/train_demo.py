@@ -331,13 +331,13 @@ def card(trainer: Trainer, data: Data, log: list[dict[str, Any]], size: int, par
         f"MLP {hp.intermediate_size}, context {hp.context_length}, vocabulary {hp.vocab_size:,}",
         "parameters": f"{parameters / 1e6:.2f} million",
         "file": f"`demo.gguf`, Q8_0 (positions, norms and biases F32), {size / 1e6:.2f} MB",
-        "tokenizer": "byte-level BPE of the same text: digits one by one, StarCoder's special tokens in its order",
+        "tokenizer": "byte-level BPE of the same text: one token per digit, StarCoder's special tokens in its order",
         "trained on": f"{tokens / 1e6:.1f} million tokens of the library's modules and tests, {short / 1e6:.1f} "
-        f"million of them with the tests cut into documents of a few lines (then {train.documents:,} documents, "
-        f"{len(train.ids) / 1e6:.1f} million tokens, {train.bytes / 1e6:.1f} MB)",
-        "objective": "the next token; half of all document fragments rearranged for fill-in-the-middle, half of those "
-        "SPM, as StarCoder was trained",
-        "held out": f"**{measured:.3f} bits per byte** on {held_out.documents} modules that it never saw, "
+        f"million of them with the tests cut into documents of a few lines (at that point {train.documents:,} "
+        f"documents, {len(train.ids) / 1e6:.1f} million tokens, {train.bytes / 1e6:.1f} MB)",
+        "objective": "next token; half of all document fragments rearranged for fill-in-the-middle, half of those in "
+        "SPM order, as in StarCoder's training",
+        "held out": f"**{measured:.3f} bits per byte** on {held_out.documents} modules it never saw, "
         f"{held_out.bytes / 1e3:.0f} kB",
     }
     return CARD.format(
@@ -354,22 +354,22 @@ def card(trainer: Trainer, data: Data, log: list[dict[str, Any]], size: int, par
 
 CARD = """# The demo model
 
-A GPT-BigCode model small enough to travel with the package, so that every command has something to run on. starscope
+A GPT-BigCode model small enough to ship with the package, so that every command has something to run on. starscope
 trained it from scratch, through the same recorded graph that runs it.
 
 | | |
 |---|---|
 {rows}
 
-Bits per byte are measured on `demo.gguf` itself, one document a file, in windows of {context_length} tokens that begin
-{stride} apart. `xz -9e` of the same text in one piece needs {xz:.2f}.
+Bits per byte are measured with `demo.gguf` itself, one document per file, in windows of {context_length} tokens that
+start {stride} tokens apart. `xz -9e` needs {xz:.2f} for the same text in one piece.
 
 ## Data and licence
 
-The text is the standard library of CPython {version} and a share of its test suite, © Python Software Foundation, under
-the PSF License Version 2 (https://docs.python.org/3/license.html). The weights are published with starscope under its
-own licence, Apache-2.0. Generated tables are left out. A module is held out when the first eight bytes of the SHA-256
-of its path, as a fraction, are below {fraction}: {names}.
+The text is the standard library of CPython {version} and part of its test suite, © Python Software Foundation, under
+the PSF License Version 2 (https://docs.python.org/3/license.html), without generated tables. The weights are published
+with starscope under its own licence, Apache-2.0. A module is held out if the first eight bytes of the SHA-256 of its
+path, as a fraction, are below {fraction}: {names}.
 
 ## How it was made
 
@@ -377,13 +377,13 @@ of its path, as a fraction, are below {fraction}: {names}.
 {commands}
 ```
 
-`log.jsonl` is the log of the training: its loss is in nats a token, over ordinary and rearranged samples alike.
+`log.jsonl` is the training log: its loss is in nats per token, over ordinary and rearranged samples alike.
 
 ## Limits
 
-It has seen one library in one language, and little of that: it knows Python's shape and the library's habits. It
-invents names, what it writes is seldom right, and it may repeat passages of the library. Use it to try the commands and
-to look inside a model, not to write code.
+It has seen one library in one language, and little of that: it knows what Python looks like and the library's habits.
+It invents names, is seldom right, and may repeat passages of the library. Use it to try the commands and to look inside
+a model, not to write code.
 """
 
 
