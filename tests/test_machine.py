@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -63,6 +64,19 @@ def test_a_process_bound_to_one_thread_uses_one_core() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["1", "1"]
+
+
+def test_a_signal_that_comes_while_signals_are_deferred_is_handled_at_the_end() -> None:
+    done, at_the_end = [], "nothing was raised"
+    try:
+        with machine.deferred_signals():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            done.append("the rest")
+    except KeyboardInterrupt:
+        at_the_end = "once"
+    assert (done, at_the_end) == (["the rest"], "once")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 V1, V2 = "/sys/fs/cgroup/memory/memory.", "/sys/fs/cgroup/memory."

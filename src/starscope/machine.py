@@ -9,6 +9,9 @@ from __future__ import annotations
 import os
 import platform
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -101,6 +104,26 @@ def cpu_model() -> str:
         if name.strip() == "model name":
             return value.strip()
     return platform.processor() or platform.machine()
+
+
+@contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Signals that come inside are handled at the end: for what an exception in its middle would break."""
+    if threading.current_thread() is not threading.main_thread():  # handlers run in that one alone
+        yield
+        return
+    came: list[int] = []
+    found = {number: signal.getsignal(number) for number in (*STOPPING, getattr(signal, "SIGALRM", signal.SIGINT))}
+    handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, lambda number, _frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in dict.fromkeys(came):
+            signal.raise_signal(number)
 
 
 def read_lines(path: str) -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import starscope
+from starscope import export
 from starscope.errors import (
     CheckpointError,
     ContextOverflowError,
@@ -29,7 +30,7 @@ from starscope.errors import (
 from starscope.family import all_families, find_family
 from starscope.gguf import read_gguf, string, write_gguf
 from starscope.tokenizer import Tokenizer
-from starscope.train import export, job, output
+from starscope.train import job, output
 from starscope.train.job import Job
 from starscope.train.plan import make_plan
 from starscope.train.presets import PRESETS, family_sizes

@@ -15,12 +15,14 @@ from importlib import import_module
 from types import ModuleType
 
 from starscope.errors import UnsupportedError
+from starscope.machine import deferred_signals
 
 
 @cache
 def _load() -> tuple[ModuleType | None, str | None]:
     try:
-        return import_module("starscope.native._kernels"), None
+        with deferred_signals():  # the process would abort: nanobind makes types while it is imported
+            return import_module("starscope.native._kernels"), None
     except ImportError as error:
         return None, str(error)
 
