@@ -147,7 +147,7 @@ WRONG = {
         {f"blk.0.attn_norm.weight.lora_{h}": np.ones((2, 2), np.float32) for h in "ab"},
         {},
         CheckpointError,
-        "no matrix",
+        "not a matrix",
     ),
 }
 

@@ -183,7 +183,7 @@ def test_skipping_is_of_ranges_that_have_not_begun(quick: starscope.Model) -> No
     with quick.trace(PROMPT):
         first = quick.layers[0].layer_output
         for wrong in ((2, 1), (-1, 0)):
-            with pytest.raises(UsageError, match="no range"):
+            with pytest.raises(UsageError, match="not a range"):
                 quick.skip_layers(*wrong)
         with pytest.raises(IndexError, match="out of range"):
             quick.skip_layers(0, 3)

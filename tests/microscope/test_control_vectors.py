@@ -102,9 +102,9 @@ one = np.ones(8, np.float32)
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"direction.0": one}, "has direction.0; expected direction.1"),
+        ({"direction.0": one}, "has direction.0; expected only direction.1"),
         ({"direction.01": one}, "has direction.01"),
-        ({"direction.1": one, "bias": one}, "has bias; expected direction.1"),
+        ({"direction.1": one, "bias": one}, "has bias; expected only direction.1"),
         ({"direction.1": one, "direction.2": one[:4]}, "vectors of 4 and 8 numbers"),
         ({"direction.1": one.astype(np.float16)}, "is F16"),
         ({"direction.1": one.reshape(2, 4)}, r"is F32 \[2, 4\]"),
