@@ -195,9 +195,11 @@ class Trainer:
         It may take a minute, and leaves no trace in what is trained.
         """
         part = torch.from_numpy(self.batches.batch(0, self.options.micro_batch_size))
-        kept = self.parameters.gradients.clone()
+        kept: list[Tensor] = []  # the gradients, once passes change them
 
         def passes(loss: Callable[..., Any]) -> None:
+            if not kept:
+                kept.append(self.parameters.gradients.clone())
             for _ in range(self.options.batch_size // self.options.micro_batch_size):
                 self.forward.loss_sum(part, self._pad, loss).backward()  # type: ignore[no-untyped-call]
 
@@ -210,7 +212,8 @@ class Trainer:
             before=self._was_compiled,
             backend=backend,
         )
-        self.parameters.gradients.copy_(kept)
+        if kept:
+            self.parameters.gradients.copy_(kept[0])
         self.forward.compiled = choice.loss
         if self._was_compiled is not None and (self._was_compiled or choice.loss is not None):
             return f"{choice.why}; last bits may differ from those of a run that went through"
