@@ -120,7 +120,7 @@ def deferred_signals() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in handlers.items():
+        for number, handler in reversed(handlers.items()):  # the alarm first, which raises again what is lost here
             signal.signal(number, handler)
         for number in dict.fromkeys(came):
             signal.raise_signal(number)
