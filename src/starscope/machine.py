@@ -1,4 +1,5 @@
-"""What this machine lets the process use: cores and memory, as the system, the affinity and the container say.
+"""What this machine lets the process use: cores and memory, as the system, the affinity and the container say; and the
+signals by which it asks the process to end.
 
 Two hardware threads of one core share its arithmetic: work that keeps it busy is not faster on both, so cores are
 counted, not threads.

@@ -45,7 +45,7 @@ from starscope.train.start import open_start
 class Plan:
     """Sizes in bytes; `epochs` is how often each token would be read, `notes` what a model to start from says.
 
-    `ranks` are those of an adapter, whose the `parameters` are then; empty where the whole model is trained.
+    `ranks` are those of an adapter, which the `parameters` are then of; empty where the whole model is trained.
     `seconds` are those of all steps, without evaluations; None where a run would make none.
     `problems` are those of the data and of this machine; `status` is what a run would end with because of them.
     """
@@ -113,10 +113,8 @@ def make_plan(settings: Settings, out: Path | None = None, progress: Progress = 
         family = find_family(settings.family)
         hp = family_sizes(family, settings.sizes, data.vocab_size) if start is None else start.hparams
         graph, engine = record(family, hp), None
-        parameters, memory = (
-            count_parameters(graph, None if start is None else start.weights),
-            estimate(graph, asked, dtype),
-        )
+        parameters = count_parameters(graph, None if start is None else start.weights)
+        memory = estimate(graph, asked, dtype)
     else:
         graph, engine = new.graph, new.engine()
         parameters, memory = new.parameters, new.memory(asked, dtype)
